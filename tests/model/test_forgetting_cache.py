@@ -148,9 +148,6 @@ def test_a_long_prompt_is_read_in_chunks_and_its_cache_stays_small() -> None:
     assert max(shape[3] for shape in masks[20:]) <= largest + 1
     assert cache.get_seq_length() == 329
     assert max(sizes_of(cache)) <= largest
-    room = 1.25 * largest + 64  # a quarter, and 64 entries
-    for layer in cache.layers[:2]:
-        assert layer.keys.untyped_storage().nbytes() <= 3 * 4 * 8 * 8 * room  # rows, heads, width, bytes
 
 
 def test_chunks_are_the_default() -> None:

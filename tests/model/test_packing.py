@@ -72,23 +72,6 @@ def test_a_mask_of_four_dimensions_does_the_same(caller: str, is_added: bool) ->
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("is_static", [False, True])
-def test_a_mask_of_four_dimensions_counts_cached_keys(is_static: bool) -> None:
-    model = model_of("log_length-none-meta")
-    first, second = torch.tensor([SEQUENCES[1]]), torch.tensor([SEQUENCES[4]])
-    read, new = first.shape[1], second.shape[1]
-    size = read + new + (5 if is_static else 0)
-    cache = StaticCache(model.config, max_cache_len=size) if is_static else DynamicCache()
-    model(first, past_key_values=cache)
-    mask = torch.cat([torch.zeros(new, read), torch.ones(new, size - read).tril()], dim=1).bool()[None, None]
-    positions = torch.arange(read, read + new)[None]
-
-    logits = model(second, past_key_values=cache, attention_mask=mask, position_ids=positions).logits
-
-    assert_close(logits, model(second, position_ids=positions, use_cache=False).logits, rounded(model))
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("has_lengths", [True, False])
 @BOTH_CALLERS
 def test_the_loss_for_the_collator_of_transformers(caller: str, has_lengths: bool) -> None:

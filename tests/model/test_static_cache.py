@@ -8,9 +8,9 @@ from transformers import StaticCache
 
 from metatokens.errors import UserError
 from tests.model.agreement import assert_close
-from tests.model.tiny_models import SECOND_ATTENTIONS, tiny_model
+from tests.model.tiny_models import tiny_model
 from tests.retrofit.architectures import LENGTH, META, logits, with_meta_tokens, with_padding
-from tests.retrofit.callers import SETTINGS, model_of, rounded, shared_model_of
+from tests.retrofit.callers import SETTINGS, rounded, shared_model_of
 
 RETROFITS = ("llama", "gpt_neox", "gemma3_text", "mistral", "qwen3")
 
@@ -42,26 +42,6 @@ def test_a_cache_that_the_user_makes(caller: str) -> None:
         pieces = [model(part, past_key_values=cache).logits for part in ids.split((9, 1, 1, 5, 8), dim=1)]
         assert_close(torch.cat(pieces, dim=1)[..., :META], expected, rounded(model))
         cache.reset()
-
-
-# Compiling takes two to four seconds.
-COMPILED = [f"{positions}-{second}" for positions in ("rope", "learned", "none") for second in SECOND_ATTENTIONS]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("caller", COMPILED)
-@torch.no_grad()
-def test_a_compiled_step(caller: str) -> None:
-    torch._dynamo.reset()
-    model, ids = model_of(caller), with_meta_tokens()
-    cache, compiled = StaticCache(model.config, max_cache_len=LENGTH + 4), torch.compile(model, backend="eager")
-    mask = torch.zeros(2, LENGTH + 4, dtype=torch.long)
-    mask[:, :9] = 1
-    pieces = [model(ids[:, :9], past_key_values=cache, attention_mask=mask).logits]
-    for start, end in ((9, 10), (10, LENGTH)):
-        mask[:, start:end] = 1
-        pieces.append(compiled(ids[:, start:end], past_key_values=cache, attention_mask=mask).logits)
-    assert_close(torch.cat(pieces, dim=1)[..., :META], logits(model, ids), rounded(model))
 
 
 def test_positions_beyond_a_learned_table_are_refused() -> None:

@@ -4,33 +4,26 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from metatokens.errors import UserError
-from tests.checkpointing import checkpoint_activations
 from tests.model.agreement import (
     TOLERANCE,
     assert_close,
-    assert_gradients_close,
     assert_same_values_and_gradients,
-    gradients_by,
 )
 from tests.model.dense_oracle import DenseOracle
 from tests.model.in_pieces import in_steps
 from tests.model.text_window import MIXED, ROWS, SMALL, expected_of_rows, seen_in_blocks
 from tests.model.tiny_models import (
     FEW_VARIANTS,
-    META,
-    SECOND,
     VARIANTS,
     Fields,
     pad,
     parametrize,
-    random_rows,
     shared_model,
     tiny_model,
 )
-from tests.numbers import ROUNDED, ROUNDED_DOUBLE, decoder_roundings, rounding_error
+from tests.numbers import ROUNDED_DOUBLE, decoder_roundings, rounding_error
 
 WINDOWS = pytest.mark.parametrize("window", [SMALL, MIXED], ids=["text_window", "text_full_layers"])
 
@@ -79,22 +72,6 @@ def test_windows_of_other_sizes(fields: Fields) -> None:
         assert_close(logits[mask.bool()], expected_of_rows(model), ROUNDED_DOUBLE)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@SECOND
-def test_the_weights_of_forgotten_text_are_zero(second_attention: str, attention: str) -> None:
-    model = tiny_model(second_attention=second_attention, dtype=torch.float32, **MIXED)
-    model.set_attn_implementation(attention)
-    oracle = DenseOracle(model)
-    oracle.logits(ROWS[0], seen_in_blocks(model, ROWS[0]))
-
-    outputs = model(torch.tensor(ROWS[:1]), output_attentions=True, use_cache=False)
-
-    weights = {"attention": outputs.attentions, "second_attention": outputs.meta_attentions}
-    for name, of_layers in weights.items():
-        for layer, of_layer in enumerate(of_layers or ()):
-            assert_close(of_layer[0], oracle.seen[f"model.layers.{layer}.{name}"], ROUNDED)
-
-
 @torch.no_grad()
 def test_bfloat16() -> None:
     model = tiny_model(dtype=torch.bfloat16, **SMALL)
@@ -108,34 +85,6 @@ def test_bfloat16() -> None:
 
     for logits in (whole, pieces):
         assert (logits[mask.bool()] - expected).abs().mean() < bound
-
-
-def training_batch() -> dict[str, Tensor]:
-    """Rows with the positions of their meta-tokens and labels, as a training gives them for a graph."""
-    ids = torch.tensor(random_rows((30, 30), meta_rate=0.2))
-    labels = ids.masked_fill(ids == META, -100)
-    meta_positions = [torch.nn.functional.pad(row.nonzero()[:, 0], (0, 16), value=-1)[:16] for row in ids == META]
-    scored = torch.arange(29).expand(2, -1).masked_fill(labels[:, 1:] == -100, -1)
-    return {
-        "input_ids": ids,
-        "labels": labels,
-        "meta_positions": torch.stack(meta_positions),
-        "scored_positions": scored.sort(dim=1, descending=True).values,
-    }
-
-
-@pytest.mark.quick(second_attention=["meta"], window=[MIXED])
-@WINDOWS
-@SECOND
-def test_a_training_step_compiles_and_may_be_checkpointed(second_attention: str, window: Fields) -> None:
-    torch._dynamo.reset()
-    model, batch = tiny_model(second_attention=second_attention, **window).train(), training_batch()
-    expected = gradients_by(model, model(**batch).loss)
-
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert_gradients_close(gradients_by(model, compiled(**batch).loss), expected, ROUNDED)
-    checkpoint_activations(model)
-    assert_gradients_close(gradients_by(model, model(**batch).loss), expected, ROUNDED)
 
 
 def test_an_attention_function_without_masks_is_refused() -> None:

@@ -93,8 +93,9 @@ def smaller(name: str, value: Any, length: int | None) -> Any:
         return 3 + sum(name.encode()) % 300
     if isinstance(value, list | tuple) and length and len(value) == length and len(value) > LAYERS:
         kinds = list(dict.fromkeys(map(str, value)))
-        first = [next(one for one in value if str(one) == kind) for kind in kinds[:LAYERS]]
-        return type(value)([*first, *value[: LAYERS - len(first)]])
+        texts = list(map(str, value))
+        first_of_each = [value[texts.index(kind)] for kind in kinds[:LAYERS]]
+        return type(value)([*first_of_each, *value[: LAYERS - len(first_of_each)]])
     return value
 
 
@@ -104,18 +105,19 @@ def shrunk(config_class: type[PreTrainedConfig], further: dict[str, Any]) -> Pre
     names = (config_class.attribute_map.get("num_hidden_layers"), "num_hidden_layers", "num_layers")
     length = next((usual[name] for name in names if name in usual), None)
     declared = {field.name for field in fields(config_class)} - {field.name for field in fields(PreTrainedConfig)}
-    given: dict[str, Any] = {}
-    for name in (
-        declared | config_class.sub_configs.keys() | usual.keys() & {"bos_token_id", "eos_token_id", "pad_token_id"}
-    ):
+    settings: dict[str, Any] = {}
+    for name in declared | config_class.sub_configs.keys() | (usual.keys() & set(_TOKENS)):
         value = usual.get(name)
         if isinstance(value, PreTrainedConfig):
-            given[name] = shrunk(type(value), further.get(name, {}))
-        elif (small := smaller(name, value, length)) is not value:
-            given[name] = small
+            settings[name] = shrunk(type(value), further.get(name, {}))
+            continue
+        small_value = smaller(name, value, length)
+        if small_value is not value:
+            settings[name] = small_value
     if "kv_lora_rank" in declared:  # keys and values are computed per head
-        given["num_key_value_heads"] = HEADS
-    return config_class(**given | {name: one for name, one in further.items() if name not in config_class.sub_configs})
+        settings["num_key_value_heads"] = HEADS
+    settings |= {name: value for name, value in further.items() if name not in config_class.sub_configs}
+    return config_class(**settings)
 
 
 def small(name: str) -> PreTrainedConfig:

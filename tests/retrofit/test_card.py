@@ -34,9 +34,9 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         def create_branch(self, **kwargs: Any) -> None: ...
 
         def create_commit(self, operations: list[Any], **kwargs: Any) -> str:
-            for one in operations:
-                with one.as_file() as file:
-                    (folder / one.path_in_repo).write_bytes(file.read())
+            for operation in operations:
+                with operation.as_file() as file:
+                    (folder / operation.path_in_repo).write_bytes(file.read())
             return "commit"
 
     def load(name: str | Path, **kwargs: Any) -> ModelCard:

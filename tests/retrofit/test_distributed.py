@@ -53,10 +53,11 @@ def compute(name: str, kind: str, dtype: torch.dtype, window: int | None, out: P
         assert all(isinstance(weight, DTensor) for weight in model.parameters())
     else:
         model = DistributedDataParallel(model)
-    own = gradients(model, batch()[2 * rank : 2 * rank + 2], scale=2)  # both wrappers average over the processes
-    own = {name: one.full_tensor() if kind == "fsdp" else one for name, one in own.items()}
+    shared = gradients(model, batch()[2 * rank : 2 * rank + 2], scale=2)  # both wrappers average over the processes
+    if kind == "fsdp":
+        shared = {name: gradient.full_tensor() for name, gradient in shared.items()}
     if rank == 0:
-        torch.save(own, out)
+        torch.save(shared, out)
     # The wrapper holds the group. If it were the last to hold it, the group's threads would be joined under the
     # interpreter's lock, which they may need too.
     del model
@@ -66,9 +67,13 @@ def compute(name: str, kind: str, dtype: torch.dtype, window: int | None, out: P
 # Next to a frozen base in either precision, what was added is in float32.
 @pytest.mark.parametrize(
     ("name", "kind", "dtype", "window"),
-    [(name, "fsdp", torch.float32, window) for name in ("meta_gpt2", "llama") for window in (None, 3)]
-    + [("llama", "ddp", torch.float32, None)]
-    + [("llama", kind, torch.bfloat16, None) for kind in ("ddp", "fsdp")],
+    [
+        ("meta_gpt2", "fsdp", torch.float32, 3),
+        ("llama", "fsdp", torch.float32, None),
+        ("llama", "ddp", torch.float32, 3),
+        ("llama", "ddp", torch.bfloat16, None),
+        ("llama", "fsdp", torch.bfloat16, None),
+    ],
 )
 def test_gradients_are_those_of_one_process(
     name: str, kind: str, dtype: torch.dtype, window: int | None, tmp_path: Path, run_ranks: Run

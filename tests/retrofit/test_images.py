@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.model.generating import greedy_text
 from tests.retrofit.architectures import META, retrofitted
 
 
@@ -32,24 +33,27 @@ def kinds(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
 def never(model: PreTrainedModel) -> list[int]:
     """The end of a text, and the tokens of images."""
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
-    return [2, *(one for name in names if (one := getattr(model.config, name, None)) is not None)]
+    return [2, *(getattr(model.config, name) for name in names if getattr(model.config, name, None) is not None)]
 
 
-def read_anew(model: PreTrainedModel, ids: Tensor, image: dict[str, Tensor], new: int, every: int) -> list[int]:
-    """The text of a loop that reads everything at each step, and computes the positions of all of it."""
-    found: list[int] = []
-    while len(found) < new:
-        model.model.rope_deltas = None
-        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
-        last = model(**given, **image, **kinds(model, ids)).logits[0, -1].clone()
-        last[[META, *never(model)]] = -torch.inf
-        found.append(int(last.argmax()))
-        more = [found[-1], META] if len(found) % every == 0 else [found[-1]]
-        ids = torch.cat([ids, torch.tensor([more])], dim=1)
-    return found
+def inputs_of(model: PreTrainedModel, ids: Tensor, image: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the model reads for ids with an image; it forgets the positions of an earlier one."""
+    model.model.rope_deltas = None
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **image, **kinds(model, ids)}
 
 
-@pytest.mark.parametrize("every", [2, 3, 1000])
+def read_anew(model: PreTrainedModel, ids: Tensor, image: dict[str, Tensor], every: int) -> list[int]:
+    """Eight tokens of a loop that reads everything at each step, and computes the positions of all of it."""
+
+    def score(read: list[int]) -> Tensor:
+        logits = model(**inputs_of(model, torch.tensor([read]), image), use_cache=False).logits[0, -1]
+        return logits.index_fill(0, torch.tensor([META, *never(model)]), -torch.inf)
+
+    return greedy_text(score, ids[0].tolist(), 8, every, META)
+
+
+@pytest.mark.quick(name=["qwen2_vl", "qwen3_vl"], every=[2])
+@pytest.mark.parametrize("every", [2, 1000])
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 @torch.no_grad()
 def test_meta_tokens_after_an_image_have_the_positions_of_a_whole_pass(name: str, every: int) -> None:
@@ -59,9 +63,7 @@ def test_meta_tokens_after_an_image_have_the_positions_of_a_whole_pass(name: str
             parameter.normal_(std=0.2)
     ids, image = prompt_with_image(model)
     options: Any = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "suppress_tokens": never(model)}
-    wanted = read_anew(model, ids, image, 8, every)
+    expected = read_anew(model, ids, image, every)
     for use_cache in (True, False):
-        model.model.rope_deltas = None
-        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": use_cache}
-        new = model.generate(**given, **image, **kinds(model, ids), **options, meta_every=every)
-        assert new[0, ids.shape[1] :].tolist() == wanted
+        new = model.generate(**inputs_of(model, ids, image), **options, use_cache=use_cache, meta_every=every)
+        assert new[0, ids.shape[1] :].tolist() == expected

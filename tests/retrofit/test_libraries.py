@@ -402,6 +402,5 @@ def test_a_base_in_eight_bits(tmp_path: Path) -> None:
     for name, weight in load_file(tmp_path / "added" / "meta_tokens.safetensors").items():
         assert torch.equal(weight, shared("llama").get_parameter(name)), name
     freeze_base(wide, trained=True)  # except quantised weights
-    assert error(logits(wide.eval(), ids), logits(shared("llama"), ids)) < 0.5
     lora = peft.get_peft_model(model, deepcopy(LORA))  # without adapters, Trainer refuses quantised models
     trainer_of(lora, tmp_path / "run", 2).train()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -13,8 +13,9 @@ from metatokens import add_meta_attention, set_text_window
 from metatokens.errors import UserError
 from metatokens.model import generation
 from metatokens.model.positions import steady_length
+from tests.model.agreement import assert_close
 from tests.model.tiny_models import META, random_rows, randomize, tiny_model
-from tests.retrofit.architectures import error, train_like
+from tests.retrofit.architectures import train_like
 
 SHORT = 40  # tokens that have the frequencies of all shorter texts
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": SHORT}
@@ -23,7 +24,8 @@ ROPE: dict[str, dict[str, Any]] = {
     "longrope": {"rope_type": "longrope", "factor": 2.0, "rope_theta": 100.0, **FACTORS},
 }
 KINDS = pytest.mark.parametrize("kind", sorted(ROPE))
-MODELS = pytest.mark.parametrize("is_own", [False, True])
+BOTH_CALLERS = pytest.mark.parametrize("is_meta_gpt2", [True, False], ids=["MetaGPT2", "Llama"])
+IDS = torch.tensor(random_rows((90, 90)))
 
 
 def llama_config(rope: dict[str, Any]) -> LlamaConfig:
@@ -32,9 +34,9 @@ def llama_config(rope: dict[str, Any]) -> LlamaConfig:
     return LlamaConfig(**sizes, **tokens, max_position_embeddings=SHORT, rope_parameters=rope)
 
 
-def forgetful(kind: str, is_own: bool) -> PreTrainedModel:
-    """A model of this package, or a retrofitted Llama, that forgets text."""
-    if is_own:
+def forgetful(kind: str, is_meta_gpt2: bool) -> PreTrainedModel:
+    """A model that forgets text."""
+    if is_meta_gpt2:
         return tiny_model(max_position_embeddings=SHORT, rope_parameters=ROPE[kind], text_window=9, text_sinks=2)
     plain = LlamaForCausalLM(llama_config(ROPE[kind])).eval()
     randomize(plain)
@@ -53,54 +55,41 @@ def first_logits(model: PreTrainedModel, ids: Tensor, **options: Any) -> Tensor:
 def test_types_whose_frequencies_depend_on_the_length(kind: str) -> None:
     """By what transformers computes for the same positions in a short and in a long text."""
     rope = ROPE.get(kind, {"rope_type": kind, "factor": 4.0, "rope_theta": 100.0, "partial_rotary_factor": 0.5})
-    if kind == "llama3":
-        rope = rope | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     if kind in ("llama3", "yarn"):
         rope = rope | {"original_max_position_embeddings": SHORT}
+    if kind == "llama3":
+        rope = rope | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     config = llama_config(rope)
     embedding, x = LlamaRotaryEmbedding(config), torch.zeros(1, 1)
-
-    def is_changed_by(length: int) -> bool:
-        short, long = (embedding(x, torch.arange(size)[None])[0][:, :8] for size in (8, length))
-        return not torch.equal(short, long)
+    tables = [embedding(x, torch.arange(length)[None])[0][:, :8] for length in (8, SHORT, SHORT + 1)]
 
     assert steady_length(config) == (SHORT if kind in ROPE else None)
-    assert is_changed_by(SHORT + 1) == (kind in ROPE)
-    assert not is_changed_by(SHORT)
-
-
-def test_each_type_of_layer_may_have_frequencies_of_its_own() -> None:
-    plain = {"rope_type": "default", "rope_theta": 100.0}
-    for full, steady in ((plain, None), (ROPE["longrope"], SHORT)):
-        rope = {"sliding_attention": plain, "full_attention": full}
-        assert steady_length(Gemma3TextConfig(rope_parameters=rope)) == steady
+    assert torch.equal(tables[0], tables[1])
+    assert torch.equal(tables[0], tables[2]) == (kind not in ROPE)
 
 
 @KINDS
-@MODELS
+@BOTH_CALLERS
 @torch.no_grad()
 def test_a_prompt_that_changes_the_frequencies_is_read_at_once(
-    kind: str, is_own: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, is_meta_gpt2: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation, "READ_AT_ONCE", 16)
-    model, lengths = forgetful(kind, is_own), []
-    handle = model.get_input_embeddings().register_forward_hook(lambda _, args, out: lengths.append(out.shape[1]))
-    ids = torch.tensor(random_rows((90, 90)))
-    for length, wanted_lengths in ((SHORT, [16, 16, 8]), (90, [90])):
+    model, lengths = forgetful(kind, is_meta_gpt2), []
+    model.get_input_embeddings().register_forward_hook(lambda _, args, out: lengths.append(out.shape[1]))
+    for length, expected_lengths in ((SHORT, [16, 16, 8]), (90, [90])):
         lengths.clear()
-        read = first_logits(model, ids[:, :length])
-        assert lengths == wanted_lengths
-        wanted = model(ids[:, :length], use_cache=False).logits[:, -1, :META]
-        assert error(read, wanted) < 1e-4 * float(wanted.abs().max())
-    handle.remove()
+        logits = first_logits(model, IDS[:, :length])
+        assert lengths == expected_lengths
+        expected = model(IDS[:, :length], use_cache=False).logits[:, -1, :META]
+        assert_close(logits, expected, 1e-4)
 
 
 @KINDS
-@MODELS
-def test_chunks_that_would_have_several_frequencies_are_refused(kind: str, is_own: bool) -> None:
-    model, ids = forgetful(kind, is_own), torch.tensor(random_rows((90,)))
+@BOTH_CALLERS
+def test_chunks_that_would_have_several_frequencies_are_refused(kind: str, is_meta_gpt2: bool) -> None:
+    model = forgetful(kind, is_meta_gpt2)
     with pytest.raises(UserError, match=f"depend on the length of a text of more than {SHORT} tokens, and a prompt of"):
-        first_logits(model, ids, prefill_chunk_size=30)
-    wanted = first_logits(model, ids)
-    assert torch.equal(first_logits(model, ids, prefill_chunk_size=90), wanted)
-    first_logits(model, ids[:, :SHORT], prefill_chunk_size=30)
+        first_logits(model, IDS, prefill_chunk_size=30)
+    assert torch.equal(first_logits(model, IDS, prefill_chunk_size=90), first_logits(model, IDS))
+    first_logits(model, IDS[:, :SHORT], prefill_chunk_size=30)

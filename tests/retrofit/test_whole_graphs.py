@@ -12,7 +12,7 @@ from transformers import CompileConfig, PreTrainedModel, StaticCache
 
 from metatokens.errors import UserError
 from tests.model.agreement import assert_gradients_close, gradients_by
-from tests.model.tiny_models import tiny_model
+from tests.model.tiny_models import SECOND_ATTENTIONS, tiny_model
 from tests.retrofit.architectures import (
     LENGTH,
     META,
@@ -145,20 +145,6 @@ def test_a_whole_graph_with_a_cache_that_grows_says_what_breaks_it() -> None:
         compiled_whole(one_block(), backend)(text())
 
 
-# OPT by itself does not compile so. In this small cohere2, with sliding windows alone, a cache does not show its size.
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("cohere2", "opt")])
-def test_a_compiled_step_is_one_graph(name: str) -> None:
-    (backend, graphs), model, ids = counted(), retrofitted(name), with_meta_tokens()
-    cache, compiled = StaticCache(model.config, max_cache_len=LENGTH + 4), compiled_whole(model, backend)
-    with torch.no_grad():
-        model(ids[:, :10], past_key_values=cache)
-        steps = [compiled(token, past_key_values=cache).logits for token in ids[:, 10:].split(1, dim=1)]
-    assert error(torch.cat(steps, dim=1)[..., :META], logits(model, ids)[:, 10:]) < ROUNDED
-    # The length is a number of Python in a sliding window: a second graph is for any length, as without meta-attention.
-    assert len(graphs) == (2 if name == "gemma3_text" else 1)
-
-
 def test_training_is_one_graph() -> None:
     (backend, graphs), model, ids = counted(), one_block().train(), with_meta_tokens()
     expected = gradients_by(model, model(ids, labels=ids, use_cache=False).loss)
@@ -167,17 +153,21 @@ def test_training_is_one_graph() -> None:
     assert_gradients_close(compiled, expected, ROUNDED_GRADIENT)
 
 
-@pytest.mark.quick(make=[one_block], meta_every=[3])
+def step_callers() -> list[Any]:
+    """Compiling takes long: `make test` does it for one, `make test-all` for some kinds of models."""
+    settings = [f"{positions}-{second}" for positions in ("rope", "learned", "none") for second in SECOND_ATTENTIONS]
+    marks = {name: pytest.mark.thorough for name in settings if not name.startswith("rope")}
+    # OPT by itself does not compile so. In this small cohere2, with sliding windows alone, a cache hides its size.
+    retrofits = [name for name in NAMES if name not in ("cohere2", "opt")]
+    return [pytest.param(name, marks=marks.get(name, ())) for name in (*settings, *retrofits)]
+
+
+@pytest.mark.quick(caller=["rope-meta"], meta_every=[3])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, as it compiles
 @pytest.mark.parametrize("meta_every", [None, 3])
-@pytest.mark.parametrize(
-    "make",
-    [one_block, *(partial(tiny_model, second_attention=second) for second in ("meta", "causal", "none"))],
-    ids=["Llama", "meta", "causal", "none"],
-)
-def test_generate_compiles_its_step(make: Callable[[], PreTrainedModel], meta_every: int | None) -> None:
-    (backend, graphs), model = counted(), make()
-    ids = with_meta_tokens() % model.config.vocab_size  # META is the last entry of both vocabularies
+@pytest.mark.parametrize("caller", step_callers())
+def test_generate_compiles_its_step(caller: str, meta_every: int | None) -> None:
+    (backend, graphs), model, ids = counted(), model_of(caller), with_meta_tokens()
     options = {"max_new_tokens": 13, "do_sample": False, "eos_token_id": None, "meta_every": meta_every}
     expected = model.generate(ids, **options)
     compiled = CompileConfig(backend=backend, fullgraph=True, dynamic=False, mode=None)
@@ -186,4 +176,6 @@ def test_generate_compiles_its_step(make: Callable[[], PreTrainedModel], meta_ev
     output = model.generate(ids, cache_implementation="static", compile_config=compiled, **options)
 
     assert torch.equal(output, expected)
-    assert len(graphs) == (1 if meta_every is None else 2)  # a text token, alone or with an inserted one
+    kinds_of_steps = 1 if meta_every is None else 2  # a text token, alone or with an inserted one
+    # The length is a number of Python in a sliding window: a second graph is for any length, as without meta-attention.
+    assert len(graphs) == kinds_of_steps * (2 if caller == "gemma3_text" else 1)

@@ -109,10 +109,3 @@ def test_what_wrappers_do_not_allow_is_refused(tmp_path: Path) -> None:
         intervene(compiled(retrofitted("llama")), Intervention.parse("no_embed")),
     ):
         pass
-
-
-def test_what_is_no_model_is_still_refused(tmp_path: Path) -> None:
-    for function in (save_meta, freeze_base, add_meta_attention):
-        arguments: tuple[Any, ...] = (tmp_path,) if function is save_meta else ()
-        with pytest.raises(UserError):
-            function(nn.Linear(2, 2), *arguments)  # type: ignore[operator]
