@@ -64,6 +64,7 @@ def test_meta_attention_leaves_the_residual_of_text_bit_equal() -> None:
         parameter.mul_(-7).add_(0.1)
     after = model(ids, attention_mask=mask).logits
     is_meta, is_text = (ids == META) & mask.bool(), (ids != META) & mask.bool()
+
     assert torch.equal(after[is_text], before[is_text])
     assert ((after - before)[is_meta].abs().amax(dim=-1) > 1e-3).all()
 

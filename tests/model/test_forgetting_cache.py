@@ -92,6 +92,7 @@ def test_a_chat_goes_on_with_the_same_cache(caller: str, full: Blocks, options: 
     ids = model.generate(ids, attention_mask=mask, past_key_values=cache, **first_turn)
     if "meta_every" in options:
         assert cache.inserted == [37]  # after the third token; behind the sixth, which was not read, there is none
+
     assert_a_chat_goes_on(model, ids, mask, cache, max_new_tokens=7, **options)
     assert full is None or min(sizes_of(cache)) < 40
 
@@ -156,6 +157,7 @@ def test_chunks_are_the_default() -> None:
     for meta_every in (None, 2):
         generate(model, random_rows((1030,)), max_new_tokens=3, meta_every=meta_every)
     hook.remove()
+
     assert counts == [512, 512, 6, 1, 1, 512, 512, 6, 1, 2]
 
 
@@ -183,6 +185,7 @@ def test_rows_can_be_reordered_selected_and_repeated_and_all_forgotten(caller: s
     ids, mask, cache = filled(model)
     cache.reorder_cache(order)
     ids, mask = ids[order], mask[order]
+
     assert_continues(model, ids, mask, deepcopy(cache))
     cache.batch_select_indices(order[:2])
     cache.crop(-1)
@@ -298,6 +301,7 @@ def test_a_cache_that_another_window_filled_is_refused(caller: str, window: tupl
     model = deepcopy(shared_forgetful(caller, tuple(FULL)))
     _, cache = in_steps(model, IDS, torch.ones_like(IDS), (20, *range(30, 40)))
     set_text_window(model, *window)
+
     with pytest.raises(UserError, match="this cache was filled with another text_window, text_sinks or text_full"):
         model(IDS[:, 40:41], past_key_values=cache)
 

@@ -71,6 +71,7 @@ def test_a_meta_token_is_suppressed_though_it_is_the_likeliest(mode: dict[str, A
     ids = torch.tensor(random_rows((6, 6)))
     options = {"max_new_tokens": 5, "meta_every": 2, "output_logits": True, "return_dict_in_generate": True}
     out = model.generate(ids, **options, **mode)
+
     assert (torch.stack(out.logits).argmax(dim=-1) == META).all()
     assert not (out.sequences[:, 6:] == META).any()
 
@@ -83,6 +84,7 @@ def test_a_model_without_meta_token_generates_any_token() -> None:
 def test_padding_rows_of_the_vocabulary_are_suppressed_though_they_are_the_likeliest() -> None:
     model = always(tiny_model(vocab_size=128, meta_token_id=META + 6, unpadded_vocab_size=META + 7), 100)
     options = {"max_new_tokens": 5, "do_sample": False}
+
     assert (model.generate(PROMPT, **options) <= META + 6).all()
     model.resize_token_embeddings(101, pad_to_multiple_of=64)  # it is an added token's now
     assert (model.generate(PROMPT, **options)[:, 3:] == 100).all()
@@ -96,6 +98,7 @@ def test_inserted_tokens_share_the_passes_of_text_tokens(options: dict[str, Any]
     model = tiny_model()
     counts, _ = count_tokens_read(model)
     generate(model, [ROW], max_new_tokens=9, **options)
+
     assert counts == [7] + [1] * 8
     counts.clear()
     generate(model, [ROW], max_new_tokens=9, meta_every=4, **options)

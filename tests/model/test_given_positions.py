@@ -98,5 +98,6 @@ def test_a_compiled_training_step_is_one_graph_for_all_counts(second_attention: 
         loss = compiled(**batch).loss
         loss.backward()
         assert_close(loss, model(**without_positions(batch)).loss, ROUNDED)
+
     assert len(graphs) == 2  # one forward, one backward
     assert [waits_of(graph) for graph in graphs] == [[], []]

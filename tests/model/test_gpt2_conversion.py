@@ -48,6 +48,7 @@ def test_settings_of_generation_are_copied() -> None:
     gpt2 = random_gpt2(eos_token_id=2)
     gpt2.generation_config.update(eos_token_id=[2, 15], repetition_penalty=1.3, max_new_tokens=7)
     model = MetaGPT2ForCausalLM.from_gpt2(gpt2, "meta")
+
     assert model.generation_config.to_diff_dict() == gpt2.generation_config.to_diff_dict()
     model.generation_config.max_new_tokens = 9
     assert gpt2.generation_config.max_new_tokens == 7
@@ -64,6 +65,7 @@ def test_plain_conversion_keeps_the_vocabulary_and_adds_no_parameter() -> None:
 def test_the_meta_token_is_the_first_row_after_the_text(vocabulary: int, padded: int) -> None:
     gpt2 = random_gpt2(vocab_size=vocabulary)
     model = MetaGPT2ForCausalLM.from_gpt2(gpt2, "meta")
+
     assert (model.config.vocab_size, model.config.meta_token_id) == (padded, vocabulary)
     embedding = model.get_input_embeddings().weight
     assert embedding.shape == (padded, 32)
@@ -74,6 +76,7 @@ def test_the_meta_token_is_the_first_row_after_the_text(vocabulary: int, padded:
 def test_the_new_module_changes_nothing_until_it_is_trained() -> None:
     gpt2 = random_gpt2(vocab_size=63).train()
     model, control = (MetaGPT2ForCausalLM.from_gpt2(gpt2, second) for second in ("meta", "causal"))
+
     assert model.training
     ids = torch.tensor(random_rows((12, 12), meta_rate=0.5))
     assert torch.equal(model.eval()(ids).logits, control.eval()(ids).logits)

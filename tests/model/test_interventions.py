@@ -153,6 +153,7 @@ def test_each_row_of_a_batch_is_the_edited_oracle(
 def test_the_seed_decides_the_noise(position_embedding: str, name: str, edited: Edited) -> None:
     model = shared_model(position_embedding=position_embedding)
     first, again, other = (logits_with(model, name, seed=seed)[0] for seed in (0, 0, 7))
+
     assert torch.equal(first, again)
     assert (first - other).abs().max() > 1e-2
     assert_close(other[:, :META], edited(model, name, ROWS[0], seed=7), TOLERANCE)
@@ -178,6 +179,7 @@ def test_cached_steps_give_the_logits_of_one_pass(name: str, position_embedding:
     with intervene(model, Intervention.parse(name)):
         expected = model(ids, attention_mask=mask).logits
         logits, _ = in_steps(model, ids, mask, [1, 5, 12], MetaTokenCache(model.config))
+
     assert_close(logits[mask.bool()], expected[mask.bool()], ROUNDED_DOUBLE)
 
 
@@ -189,6 +191,7 @@ def test_generation_is_the_oracles_greedy_choice(name: str, position_embedding: 
     with intervene(model, Intervention.parse(name)):
         sequence = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0]
     expected = greedy_text(lambda read: edited(model, name, read)[-1], ROWS[1], 6, 2)
+
     assert sequence[len(ROWS[1]) :].tolist() == expected
 
 
@@ -207,6 +210,7 @@ def test_a_prompt_without_meta_tokens_is_not_affected(name: str, position_embedd
 def test_no_noise_and_no_intervention_change_nothing(position_embedding: str) -> None:
     model = shared_model(position_embedding=position_embedding)
     plain = model(IDS).logits
+
     for name in ("noise:0", "noise:0:raw"):
         assert torch.equal(logits_with(model, name), plain)
     with intervene(model, None):
@@ -219,6 +223,7 @@ def test_the_model_is_as_it_was_afterwards(name: str, position_embedding: str) -
     model = tiny_model(position_embedding=position_embedding)
     plain, weights = model(IDS).logits, {key: value.clone() for key, value in model.state_dict().items()}
     logits_with(model, name)
+
     with pytest.raises(IndexError), intervene(model, Intervention.parse(name)):
         model(torch.tensor([[META, 64]]))  # beyond the vocabulary
     assert torch.equal(model(IDS).logits, plain)

@@ -33,6 +33,7 @@ def test_meta_attention_stores_keys_of_meta_tokens_alone() -> None:
     _, cache = in_steps(model, ids, mask, [6])
     is_meta = (ids == META) & mask.bool()
     longest = [int(half.sum(dim=1).max()) for half in is_meta.split([6, 7], dim=1)]
+
     for layer in cache.layers:
         assert layer.second.keys.shape == layer.second.values.shape == (4, 4, sum(longest), 8)
 

@@ -35,6 +35,7 @@ def test_loss_is_the_mean_cross_entropy_of_the_labels(batch: Batch, training: bo
     expected = losses_in_full(model, batch).mean()
     expected_gradients = gradients_by(model, expected)
     loss = model.train(training)(**batch).loss
+
     assert loss.item() == pytest.approx(expected.item(), rel=ROUNDED)  # transformers computes it in float32
     assert_gradients_close(gradients_by(model, loss), expected_gradients, ROUNDED)
 
@@ -55,6 +56,7 @@ def test_labels_that_are_shifted_already(batch: Batch, training: bool) -> None:
     shifted = torch.full_like(batch["labels"], -100)
     shifted[:, 4] = 7
     loss = model.train(training)(**batch, shift_labels=shifted).loss
+
     assert loss.item() == pytest.approx(expected, rel=ROUNDED)
 
 
@@ -62,6 +64,7 @@ def test_training_computes_logits_at_labels_only(batch: Batch) -> None:
     model = tiny_model()
     in_full = model(**batch).logits
     at_labels = model.train()(**batch).logits
+
     assert in_full.shape == (3, 12, 64)
     torch.testing.assert_close(at_labels, in_full[:, :-1][batch["labels"][:, 1:] != -100])
     del batch["labels"]
@@ -90,6 +93,7 @@ def test_a_label_that_is_a_meta_token_counts_as_none(
     for variant in (labels, without_meta):
         count = {"num_items_in_batch": (variant[:, 1:] != -100).sum()} if is_counted else {}
         losses.append(model(**batch | {"labels": variant}, **count).loss.item())
+
     assert losses[0] == pytest.approx(losses[1], rel=ROUNDED)
     assert torch.equal(labels, before)
 
@@ -102,4 +106,5 @@ def test_accumulated_gradients_of_uneven_batches_are_those_of_one_batch(batch: B
     for row in range(3):
         micro_batch = {name: value[row : row + 1] for name, value in batch.items()}
         model(**micro_batch, num_items_in_batch=count).loss.backward()
+
     assert_gradients_close(gradients_of(model), together, ROUNDED)

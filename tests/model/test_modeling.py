@@ -68,6 +68,7 @@ def test_the_meta_token_keeps_its_row() -> None:
         message = f"{rows} rows leave out the meta-token, whose id is 63: keep the present 64"
         with pytest.raises(UserError, match=message):
             model.resize_token_embeddings(rows, pad_to_multiple_of=multiple)
+
     assert model.resize_token_embeddings(META, pad_to_multiple_of=8).num_embeddings == 64
     assert model.resize_token_embeddings(70).num_embeddings == model.config.vocab_size == 70
     without = tiny_model(second_attention="none", meta_token_id=None)
@@ -95,6 +96,7 @@ def test_positions_of_the_caller_replace_the_counted_ones() -> None:
     moved = model(ids, position_ids=torch.arange(6)[None] + 3).logits
     table = model.model.learned_positions.weight
     table.data = table.data.roll(-3, dims=0)
+
     assert torch.equal(model(ids).logits, moved)
 
 
@@ -124,6 +126,7 @@ def test_rotary_tables_are_those_of_transformers_and_of_the_formula() -> None:
     tables = tiny_model(dtype=torch.float32).model.rotary_emb(x, positions)
     llama = LlamaConfig(hidden_size=32, num_attention_heads=4, max_position_embeddings=48)
     expected = LlamaRotaryEmbedding(llama)(x, positions)
+
     assert torch.equal(torch.stack(tables), torch.stack(expected))
     turned, _ = apply_rotary_pos_emb(x, x, *expected)
     assert_close(turned[0], rotate_by_position(x[0].double()), ROUNDED)
@@ -160,6 +163,7 @@ def test_a_mask_of_meta_tokens_decides_where_no_embedding_equals_theirs() -> Non
     embeddings = model.get_input_embeddings()(ids) + 1e-9
     expected = model(ids).logits
     with_mask = model(inputs_embeds=embeddings, meta_token_mask=ids == META).logits
+
     assert_close(with_mask, expected, 1e-6)
     assert (model(inputs_embeds=embeddings).logits - expected).abs().max() > 1e-3
 
@@ -169,6 +173,7 @@ def test_hidden_states_and_attentions_of_each_layer(second_attention: str) -> No
     model = shared_model(second_attention=second_attention, num_hidden_layers=3)
     ids = torch.tensor(random_rows((7, 7)))
     outputs = model(ids, output_hidden_states=True, output_attentions=True)
+
     assert [tuple(states.shape) for states in outputs.hidden_states] == [(2, 7, 32)] * 4
     assert len(outputs.attentions) == 3
     assert (outputs.meta_attentions is None) == (second_attention == "none")
@@ -187,6 +192,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(second_attention: str, 
     checkpoint_activations(model)
     runs: list[str] = []
     model.model.layers[0].attention.register_forward_hook(lambda *_: runs.append("attention"))
+
     assert_gradients_close(gradients_by(model, model(ids, labels=ids).loss), expected, 0.0)
     assert len(runs) == 2  # it was on: the forward pass ran again
 
@@ -219,4 +225,5 @@ def test_a_layer_may_be_on_another_device() -> None:
     add_hook_to_module(model.layers[1].to("meta"), AlignDevicesHook(execution_device="meta"))
     model.norm.to("meta")
     ids = torch.tensor([[1, META, 3, META, 5, 6]])
+
     assert model(ids, use_cache=False).last_hidden_state.device.type == "meta"

@@ -68,6 +68,7 @@ def test_a_mask_of_four_dimensions_does_the_same(caller: str, is_added: bool) ->
         mask = torch.zeros(mask.shape, dtype=model.dtype).masked_fill(~mask, torch.finfo(model.dtype).min)
     batch = {name: packed()[name] for name in ("input_ids", "position_ids")}
     logits = model(**batch, attention_mask=mask, use_cache=False).logits[..., :META]
+
     assert_close(logits, alone(model), rounded(model))
 
 

@@ -16,6 +16,7 @@ def test_it_is_linear(shape: tuple[int, ...], bias: bool) -> None:
     layer = nn.Linear(24, 40, bias=bias, dtype=torch.float64)
     x = torch.randn(*shape, 24, dtype=torch.float64)
     expected = nn.functional.linear(x, layer.weight, layer.bias)
+
     assert torch.equal(linear(layer, x), expected)  # with gradients it is the plain product
     with torch.no_grad():
         product = linear(layer, x)
@@ -33,4 +34,5 @@ def test_a_layer_that_has_hooks_or_was_replaced_is_called(monkeypatch: pytest.Mo
     monkeypatch.setattr(patched, "forward", lambda x: calls.append("forward"))  # as accelerate's offloading does
     linear(hooked, x)
     linear(patched, x)
+
     assert calls == ["hook", "forward"]

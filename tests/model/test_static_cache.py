@@ -29,6 +29,7 @@ def test_generation_is_that_of_a_cache_that_grows(caller: str, options: dict[str
     for kind in ("static", "dynamic"):
         torch.manual_seed(0)
         outputs.append(model.generate(ids, cache_implementation=kind, **options))
+
     assert torch.equal(*outputs)
 
 
@@ -48,5 +49,6 @@ def test_positions_beyond_a_learned_table_are_refused() -> None:
     model = tiny_model(position_embedding="learned", max_position_embeddings=6)
     cache = StaticCache(model.config, max_cache_len=9)
     model(torch.tensor([[1, 2, 3, 4, 5]]), past_key_values=cache)
+
     with pytest.raises(UserError, match="6 learned positions"):
         model(torch.tensor([[6, 7]]), past_key_values=cache)

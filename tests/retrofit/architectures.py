@@ -7,7 +7,7 @@ import re
 import tempfile
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from functools import cache
+from functools import lru_cache
 from importlib.metadata import version
 from itertools import pairwise, product
 from pathlib import Path
@@ -158,7 +158,7 @@ def retrofitted(
     return model
 
 
-@cache
+@lru_cache(maxsize=32)
 def shared(name: str, *, freeze: bool = False, dtype: torch.dtype = torch.float32, **choices: Any) -> PreTrainedModel:
     """A `retrofitted` model made once, for tests that do not change it."""
     model = base(name, **choices)

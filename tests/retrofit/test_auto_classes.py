@@ -157,6 +157,7 @@ def test_what_cannot_have_it_is_refused(name: str, auto: Any, tmp_path: Path) ->
     model, ids = shared(name), with_meta_tokens()
     model.save_pretrained(tmp_path)
     refusal = "no class with meta-attention for the model; load it as a language model"
+
     with pytest.raises(UserError, match=refusal):
         auto.from_pretrained(tmp_path)
     with pytest.raises(UserError, match=refusal):

@@ -67,6 +67,7 @@ def test_blocks_with_a_state_forget_tokens_that_were_guessed_wrong() -> None:
     ids = torch.where(with_metas == META, META, with_metas % 12 + 1)  # few words, so that guesses are right
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
     expected = model.generate(ids, use_cache=False, **options)
+
     assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), expected)
 
 

@@ -86,6 +86,7 @@ def test_a_card_that_is_there_is_kept(repository: Path, model: PreTrainedModel) 
 def test_what_is_not_known_is_said(repository: Path) -> None:
     add_meta_attention(base("llama"), meta_token_id=META, layers=[]).push_to_hub("me/mine", licence="mit")
     card = ModelCard((repository / "README.md").read_text())
+
     assert card.data.license == "mit"
     assert "A LlamaForCausalLM with meta-tokens" in card.text
     assert "The model was not trained after meta-tokens were added." in card.text

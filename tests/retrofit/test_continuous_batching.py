@@ -87,6 +87,7 @@ def test_an_end_of_text_ends_a_request(caller: str) -> None:
     model = model_of(caller)
     eos = apart(model, meta_every=3)[0][5]
     expected = apart(model, meta_every=3, eos_token_id=eos)
+
     assert len(expected[0]) <= 6
     assert together(model, eos=eos, meta_every=3) == expected
 
@@ -96,6 +97,7 @@ def test_the_generation_configuration_sets_meta_every(caller: str) -> None:
     model = model_of(caller)
     never, every_third = (apart(model, meta_every=every) for every in (0, 3))
     model.generation_config.meta_every = 3
+
     assert together(model) == every_third
     assert together(model, meta_every=0) == never
     with pytest.raises(UserError, match="meta_every is -1"):
@@ -109,6 +111,7 @@ def test_a_saved_model(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     saved_class = getattr(transformers, AutoConfig.from_pretrained(tmp_path).architectures[0])
     loaded = saved_class.from_pretrained(tmp_path, eos_token_id=None).eval()
+
     assert together(loaded) == apart(model, meta_every=4)
     assert transformers.MetaGPT2ForCausalLM is MetaGPT2ForCausalLM
 
@@ -116,6 +119,7 @@ def test_a_saved_model(tmp_path: Path) -> None:
 def test_heads_that_need_several_layers() -> None:
     model = retrofitted("llama", num_key_value_heads=1)
     expected = apart(model, meta_every=2)
+
     assert together(model, meta_every=2) == expected
     # A cache of a fixed size has one layer for each module, also after an engine had several.
     assert apart(model, meta_every=2, cache_implementation="static", disable_compile=True) == expected

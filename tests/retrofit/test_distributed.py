@@ -81,6 +81,7 @@ def test_gradients_are_those_of_one_process(
     run_ranks(2, compute, name, kind, dtype, window, tmp_path / "gradients.pt")
     shared = torch.load(tmp_path / "gradients.pt", weights_only=True)
     ids = batch()
+
     assert [bool((row == META).any()) for row in ids] == [True, True, False, False]
     model = make(name, dtype, window)
     # Half a batch at a time: the loss assumes that every part has the same share of meta-tokens among its labels.

@@ -68,6 +68,7 @@ def test_a_mask_of_meta_tokens_of_another_shape_is_refused(is_meta_gpt2: bool) -
     for wrong in (mask[:, :-2], mask[0], mask[:1]):
         with pytest.raises(UserError, match=r"meta_token_mask has the shape .*, and the input"):
             model(ids, meta_token_mask=wrong)
+
     assert torch.equal(model(ids, meta_token_mask=mask).logits, model(ids).logits)
 
 
@@ -78,6 +79,7 @@ def test_meta_tokens_are_not_looked_for_in_noisy_embeddings(is_meta_gpt2: bool) 
     embeddings = table(ids)
     table.neftune_noise_alpha = 5.0  # as the Trainer sets it
     model.train()
+
     with pytest.raises(UserError, match="NEFTune changes the embeddings"):
         model(inputs_embeds=embeddings)
     model(inputs_embeds=embeddings, meta_token_mask=ids == model.config.meta_token_id)
@@ -258,23 +260,6 @@ def test_adapters_around_the_embeddings_are_refused(choices: dict[str, Any]) -> 
         model(input_ids=with_meta_tokens())
 
 
-@torch.no_grad()
-def test_a_copy_of_the_embeddings_has_a_meta_token_too() -> None:
-    ids = with_meta_tokens()
-    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["meta_attention", "embed_tokens"])
-    model = peft.get_peft_model(retrofitted("llama"), lora).eval()
-    for name, weight in model.named_parameters():
-        if "modules_to_save.default.meta_token" in name:
-            weight.normal_()
-
-    by_ids = logits(model, ids)
-    by_embeddings = model(inputs_embeds=model.get_input_embeddings()(ids), use_cache=False).logits[..., :META]
-
-    assert error(by_embeddings, by_ids) == 0.0
-    assert error(by_ids, logits(shared("llama"), ids)) > 0.01
-    assert error(logits(model.merge_and_unload(), ids), by_ids) < ROUNDED
-
-
 @pytest.mark.parametrize(
     ("parts", "further"),
     [
@@ -316,6 +301,7 @@ def test_adapters_that_differ_in_the_table_and_its_meta_token_are_refused(first:
     )
     adapted.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"], modules_to_save=second))
     adapted.set_adapter("other")
+
     with pytest.raises(UserError, match="name the table alone, in each of them"):
         adapted(with_meta_tokens())
 
@@ -339,6 +325,7 @@ def test_a_tied_head_that_peft_replaces_predicts_no_meta_token(further: dict[str
     linear = {"target_modules": "all-linear", "exclude_modules": r".*meta_attention.*"}
     lora = peft.LoraConfig(**linear, modules_to_save=["meta_attention", "embed_tokens"], **further)
     adapted = peft.get_peft_model(model, lora)
+
     assert (adapted(ids).logits[..., META:] == -1e4).all()
     assert (adapted.merge_and_unload()(ids).logits[..., META:] == -1e4).all()
 

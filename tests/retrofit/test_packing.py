@@ -35,6 +35,7 @@ def test_packed_is_alone(name: str, dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16:  # logits have a standard deviation of less than 1
         roundings = decoder_roundings(dtype, blocks=4, width=64, length=12)
         bounds = (rounding_bound(dtype, roundings), rounding_bound(dtype, 2 * roundings))
+
     assert error(together.detach(), apart.detach()) < bounds[0]
     assert gradients_far(model, together, apart) < bounds[1]
 
@@ -49,6 +50,7 @@ def test_whether_or_not_there_is_a_meta_token_and_a_cache() -> None:
         assert out.past_key_values is None
         assert error(out.logits[..., :META], alone(model, sequences)) < ROUNDED
     plain = base("llama")(**packed(texts), use_cache=False).logits[..., :META]
+
     assert error(model(**packed(texts)).logits[..., :META], plain) == 0.0
 
 
@@ -66,6 +68,7 @@ def test_a_mask_beside_a_window_that_slides(name: str) -> None:
     """It is refused unless there is a mask for each kind of layer, as Gemma 3 takes them."""
     model, mask = shared(name), block_mask()
     batch = {key: packed()[key] for key in ("input_ids", "position_ids")}
+
     with pytest.raises(UserError, match="does not define which meta-tokens see one another; give a dictionary"):
         model(**batch, attention_mask=mask, use_cache=False)
     if name == "gemma3_text":
@@ -86,6 +89,7 @@ def test_a_graph_of_a_base_that_does_not_keep_them_apart_refuses_them(is_exporte
     if is_exported:
         run = torch.export.export(model, (), {**inputs, "position_ids": positions}, strict=False).module()
     as_one_sequence = run(**inputs, position_ids=positions).logits[..., :META]
+
     assert error(as_one_sequence, logits(model, batch["input_ids"], position_ids=positions)) < ROUNDED
     with pytest.raises(RuntimeError, match=JOINS):
         run(**inputs, position_ids=batch["position_ids"])

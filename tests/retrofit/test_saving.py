@@ -234,6 +234,7 @@ def test_a_base_in_another_precision_is_the_same_base(
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=trained)
     save_meta(add_meta_attention(model, **ADDED), tmp_path / "delta")
     other = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=loaded)
+
     assert load_meta(other, tmp_path / "delta").dtype == loaded
 
 
@@ -280,6 +281,7 @@ def test_a_base_of_other_weights_is_refused(changed: str, saved_delta: Path) -> 
     for name, weight in other.named_parameters():
         if changed in name:
             weight.data.mul_(1 + 2**-6)
+
     with pytest.raises(UserError, match="the weights have other checksums"):
         load_meta(other, saved_delta)
     assert not hasattr(other.config, "meta_attention")
@@ -292,6 +294,7 @@ def test_a_base_of_other_weights_in_another_half_precision_is_refused(tmp_path: 
     other = base("llama")
     for weight in other.parameters():
         weight.data.mul_(1.1)
+
     with pytest.raises(UserError, match="the weights have other checksums"):
         load_meta(other.half(), tmp_path)
 
@@ -328,6 +331,7 @@ def test_a_base_of_which_little_was_trained_is_another_base(name: str, trained: 
     for weight_name, weight in model.named_parameters():
         if trained in weight_name and "meta_token" not in weight_name:
             weight.data[row] += 0.01
+
     with pytest.raises(UserError, match="weights are not those that meta-attention was added to"):
         save_meta(model, tmp_path / "after")
 
@@ -380,6 +384,7 @@ def test_weights_that_do_not_fit_are_refused(
     weights = load_file(delta / "meta_tokens.safetensors")
     save_file(change(weights), delta / "meta_tokens.safetensors")
     model = base("llama")
+
     with pytest.raises(UserError, match=r"do not fit its meta_tokens\.json"):
         load_meta(model, delta)
     assert all(weight.requires_grad for weight in model.parameters())  # the base is unchanged
@@ -403,6 +408,7 @@ def test_weights_that_do_not_fit_are_refused(
 def test_settings_that_cannot_be_are_refused(change: dict[str, Any], message: str, delta: Path) -> None:
     change_json(delta / "meta_tokens.json", change)
     model = base("llama")
+
     with pytest.raises(UserError, match=message):
         load_meta(model, delta)
     assert not hasattr(model.config, "meta_attention")
@@ -431,6 +437,7 @@ def assert_refused(model: Any, message: str, **options: Any) -> None:
 def test_models_that_cannot_have_meta_attention_are_refused() -> None:
     mamba = MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2, state_size=8)
     t5 = T5Config(vocab_size=320, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+
     assert_refused(MambaForCausalLM(mamba), "MambaForCausalLM: block 0 has no attention")
     assert_refused(T5ForConditionalGeneration(t5), "an encoder-decoder; give a decoder")
     assert_refused(shared("llama"), "has meta-tokens already")
@@ -460,5 +467,6 @@ def test_a_vocabulary_with_gaps_is_refused() -> None:
     del words["w7"], words["w200"]
     tokenizer = word_tokenizer(words)
     gaps = "has gaps: 298 entries with ids up to 299"
+
     assert_refused(base("llama"), gaps, tokenizer=tokenizer, meta_token_id=None)
     assert len(tokenizer) == 298

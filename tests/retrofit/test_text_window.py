@@ -108,6 +108,7 @@ def test_flex_attention(caller: str, stance: str) -> None:
     with torch.no_grad(), torch.compiler.set_stance(stance):
         logits = model(ids, attention_mask=mask, use_cache=False).logits
     expected = torch.cat([expected_logits(caller, row) for row in ROWS])
+
     assert_close(logits[mask.bool()][:, :META], expected[:, :META], ROUNDED)
 
 
@@ -188,6 +189,7 @@ def test_only_the_function_that_checks_the_base_sets_a_window(tmp_path: Path) ->
         with pytest.raises(UserError, match=f"{name} cannot be set in a configuration: set_text_window"):
             AutoModelForCausalLM.from_pretrained(tmp_path, **{name: value})
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+
     with pytest.raises(UserError, match="text_full_layers cannot be set in a configuration"):
         loaded.config.text_full_layers = [0]
     with torch.autocast("cpu", torch.bfloat16):  # the check of the base compares in the base's precision

@@ -149,6 +149,7 @@ def test_training_is_one_graph() -> None:
     (backend, graphs), model, ids = counted(), one_block().train(), with_meta_tokens()
     expected = gradients_by(model, model(ids, labels=ids, use_cache=False).loss)
     compiled = gradients_by(model, compiled_whole(model, backend)(ids, labels=ids, use_cache=False).loss)
+
     assert len(graphs) == 1
     assert_gradients_close(compiled, expected, ROUNDED_GRADIENT)
 

