@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from tests.model.dense_oracle import DenseOracle
 from tests.model.tiny_models import META, pad, random_rows
 
 
@@ -78,18 +77,6 @@ def assert_a_chat_goes_on(
 
 
 Score = Callable[[list[int]], Tensor]  # log probabilities of the next token, by a dense pass over everything read
-
-
-def score_of(oracle: DenseOracle) -> Score:
-    """The scores of a `MetaGPT2ForCausalLM` that sees all text."""
-
-    @torch.no_grad()
-    def score(read: list[int]) -> Tensor:
-        scores = oracle.logits(read)[-1].log_softmax(dim=-1)
-        scores[META] = -torch.inf
-        return scores
-
-    return score
 
 
 def greedy_text(

@@ -1,4 +1,4 @@
-"""Generation with all text and with caches that drop text which no later query sees, for both callers."""
+"""Caches that drop text which no later query sees, for both callers."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -13,30 +13,18 @@ from metatokens import set_text_window
 from metatokens.errors import UserError
 from tests.model.agreement import assert_close
 from tests.model.dense_oracle import DenseOracle
-from tests.model.generating import (
-    assert_a_chat_goes_on,
-    beam_text,
-    count_tokens_read,
-    greedy_text,
-    sampled_texts,
-)
-from tests.model.in_pieces import assert_continues, full_layers_alone_hold_all, in_steps, sizes_of
+from tests.model.generating import count_tokens_read, generate
+from tests.model.in_pieces import assert_continues, in_steps, sizes_of
 from tests.model.text_window import FULL, PROMPTS, ROWS, SINKS, SMALL, WINDOW, seen
 from tests.model.tiny_models import META, pad, random_rows, shared_model, tiny_model
 from tests.numbers import ROUNDED_DOUBLE
-from tests.retrofit.callers import SETTINGS
 from tests.retrofit.forgetful import (
-    ALL_BLOCKS,
     BOTH_CALLERS,
     EACH_CALLER,
-    EOS,
     QUICK_CALLERS,
-    RETROFITS,
-    Blocks,
     expected_logits,
-    expected_scores,
     forgetful,
-    generate,
+    generate_texts,
     shared_forgetful,
     tolerance_of,
 )
@@ -52,76 +40,20 @@ def filled(model: PreTrainedModel, rows: list[list[int]] = ROWS) -> tuple[Tensor
     return ids, mask, cache
 
 
-# --- generation
-
-
-@pytest.mark.quick(caller=QUICK_CALLERS)
-@ALL_BLOCKS
-@pytest.mark.parametrize("meta_every", [None, 3])
-@pytest.mark.parametrize("caller", [*SETTINGS, *RETROFITS])
-def test_generation_is_a_loop_of_whole_passes(caller: str, meta_every: int | None, full: Blocks) -> None:
-    model, score = shared_forgetful(caller, full), expected_scores(caller, full)
-    greedy = [greedy_text(score, row, 8, meta_every) for row in PROMPTS]
-    beams = [beam_text(score, row, 4, meta_every, 3) for row in PROMPTS]
-    sampled = sampled_texts(score, PROMPTS, 8, meta_every)
-    for chunk in (None, 7):
-        options = {"meta_every": meta_every, "prefill_chunk_size": chunk}
-        cache = DynamicCache()
-        assert generate(model, PROMPTS, max_new_tokens=8, past_key_values=cache, **options) == greedy
-        assert full is None or full_layers_alone_hold_all(model, cache)
-        assert generate(model, PROMPTS, max_new_tokens=8, do_sample=True, top_k=0, **options) == sampled
-        assert generate(model, PROMPTS, max_new_tokens=4, num_beams=3, **options) == beams
-
-
-@pytest.mark.quick(caller=QUICK_CALLERS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"meta_every": 3},
-        {"prefill_chunk_size": 4, "do_sample": True},
-        {"prefill_chunk_size": 4, "meta_every": 3, "num_beams": 3},
-    ],
-    ids=str,
-)
-@ALL_BLOCKS
-@EACH_CALLER
-def test_a_chat_goes_on_with_the_same_cache(caller: str, full: Blocks, options: dict[str, Any]) -> None:
-    model, (ids, mask), cache = shared_forgetful(caller, full), pad(PROMPTS), DynamicCache()
-    options = {"do_sample": False, "pad_token_id": 0, "suppress_tokens": [EOS]} | options
-    first_turn = options | {"do_sample": False, "num_beams": 1, "max_new_tokens": 6}
-    ids = model.generate(ids, attention_mask=mask, past_key_values=cache, **first_turn)
-    if "meta_every" in options:
-        assert cache.inserted == [37]  # after the third token; behind the sixth, which was not read, there is none
-
-    assert_a_chat_goes_on(model, ids, mask, cache, max_new_tokens=7, **options)
-    assert full is None or min(sizes_of(cache)) < 40
-
-
-@pytest.mark.quick(caller=QUICK_CALLERS)
-@ALL_BLOCKS
-@EACH_CALLER
-def test_guesses_that_are_cropped_change_nothing(caller: str, full: Blocks) -> None:
-    model, rows = shared_forgetful(caller, full), [[5, META, 9] * 12]
-    expected = generate(model, rows, max_new_tokens=20, use_cache=False)
-    for chunk in (None, 4):
-        options = {"prompt_lookup_num_tokens": 3, "prefill_chunk_size": chunk}
-        assert generate(model, rows, max_new_tokens=20, **options) == expected
-
-
 @pytest.mark.quick(caller=QUICK_CALLERS)
 @pytest.mark.parametrize("meta_every", [None, 3])
 @EACH_CALLER
 def test_a_cache_of_a_fixed_size(caller: str, meta_every: int | None) -> None:
     """One for all tokens, and one that is smaller than the text, whose places are taken again."""
     model, options = shared_forgetful(caller), {"max_new_tokens": 20, "meta_every": meta_every}
-    expected = generate(model, PROMPTS, use_cache=False, **options)
+    expected = generate_texts(model, PROMPTS, use_cache=False, **options)
     options["disable_compile"] = True
-    assert generate(model, PROMPTS, cache_implementation="static", **options) == expected
+    assert generate_texts(model, PROMPTS, cache_implementation="static", **options) == expected
 
     cache = StaticCache(model.config, max_cache_len=32)
     for chunk in (4, 7):
         chunked = options | {"past_key_values": cache, "prefill_chunk_size": chunk}
-        assert generate(model, PROMPTS, **chunked) == expected
+        assert generate_texts(model, PROMPTS, **chunked) == expected
         assert int(cache.get_seq_length()) > 50
         assert max(sizes_of(cache)) == 32
         cache.reset()

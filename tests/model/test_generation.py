@@ -1,4 +1,4 @@
-"""`generate()`: the cache against recomputation and against a slow loop over the oracle, and the meta-token policy."""
+"""`generate()`, for both callers, against a slow loop of whole passes, and the rules for meta-tokens."""
 
 from pathlib import Path
 from typing import Any
@@ -18,22 +18,32 @@ from metatokens import MetaGPT2ForCausalLM
 from metatokens.errors import UserError
 from tests.model.generating import (
     Score,
+    assert_a_chat_goes_on,
+    beam_text,
     count_tokens_read,
     generate,
     greedy_text,
     insert,
+    sampled_texts,
 )
-from tests.model.tiny_models import META, random_rows, shared_model, tiny_model
-from tests.retrofit.callers import shared_model_of
+from tests.model.in_pieces import full_layers_alone_hold_all, sizes_of
+from tests.model.text_window import PROMPTS
+from tests.model.tiny_models import META, pad, random_rows, shared_model, tiny_model
+from tests.retrofit.callers import SETTINGS, shared_model_of
+from tests.retrofit.forgetful import (
+    ALL_BLOCKS,
+    EACH_CALLER,
+    EOS,
+    QUICK_CALLERS,
+    RETROFITS,
+    Blocks,
+    expected_scores,
+    generate_texts,
+    shared_forgetful,
+)
 
 PROMPT = torch.tensor([[1, 2, 3]])
 ROW, ROWS = random_rows((7,), seed=4)[0], random_rows((11, 8, 3, 1, 9, 6, 11, 5), seed=5)
-MODES: list[dict[str, Any]] = [
-    {"do_sample": False},
-    {"do_sample": True, "top_k": 20, "temperature": 1.5},
-    {"do_sample": False, "num_beams": 3},
-]
-BOTH_CALLERS = pytest.mark.parametrize("caller", ["rope-meta", "llama"])
 
 
 def always(model: MetaGPT2ForCausalLM, token: int) -> MetaGPT2ForCausalLM:
@@ -45,6 +55,59 @@ def always(model: MetaGPT2ForCausalLM, token: int) -> MetaGPT2ForCausalLM:
 
 
 # --- what it returns
+
+
+@pytest.mark.quick(caller=QUICK_CALLERS)
+@ALL_BLOCKS
+@pytest.mark.parametrize("meta_every", [None, 3])
+@pytest.mark.parametrize("caller", [*SETTINGS, *RETROFITS])
+def test_generation_is_a_loop_of_whole_passes(caller: str, meta_every: int | None, full: Blocks) -> None:
+    model, score = shared_forgetful(caller, full), expected_scores(caller, full)
+    greedy = [greedy_text(score, row, 8, meta_every) for row in PROMPTS]
+    beams = [beam_text(score, row, 4, meta_every, 3) for row in PROMPTS]
+    sampled = sampled_texts(score, PROMPTS, 8, meta_every)
+    for chunk in (None, 7):
+        options = {"meta_every": meta_every, "prefill_chunk_size": chunk}
+        cache = DynamicCache()
+        assert generate_texts(model, PROMPTS, max_new_tokens=8, past_key_values=cache, **options) == greedy
+        assert full is None or full_layers_alone_hold_all(model, cache)
+        assert generate_texts(model, PROMPTS, max_new_tokens=8, do_sample=True, top_k=0, **options) == sampled
+        assert generate_texts(model, PROMPTS, max_new_tokens=4, num_beams=3, **options) == beams
+
+
+@pytest.mark.quick(caller=QUICK_CALLERS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"meta_every": 3},
+        {"prefill_chunk_size": 4, "do_sample": True},
+        {"prefill_chunk_size": 4, "meta_every": 3, "num_beams": 3},
+    ],
+    ids=str,
+)
+@ALL_BLOCKS
+@EACH_CALLER
+def test_a_chat_goes_on_with_the_same_cache(caller: str, full: Blocks, options: dict[str, Any]) -> None:
+    model, (ids, mask), cache = shared_forgetful(caller, full), pad(PROMPTS), DynamicCache()
+    options = {"do_sample": False, "pad_token_id": 0, "suppress_tokens": [EOS]} | options
+    first_turn = options | {"do_sample": False, "num_beams": 1, "max_new_tokens": 6}
+    ids = model.generate(ids, attention_mask=mask, past_key_values=cache, **first_turn)
+    if "meta_every" in options:
+        assert cache.inserted == [37]  # after the third token; behind the sixth, which was not read, there is none
+
+    assert_a_chat_goes_on(model, ids, mask, cache, max_new_tokens=7, **options)
+    assert full is None or min(sizes_of(cache)) < 40
+
+
+@pytest.mark.quick(caller=QUICK_CALLERS)
+@ALL_BLOCKS
+@EACH_CALLER
+def test_guesses_that_are_cropped_change_nothing(caller: str, full: Blocks) -> None:
+    model, rows = shared_forgetful(caller, full), [[5, META, 9] * 12]
+    expected = generate_texts(model, rows, max_new_tokens=20, use_cache=False)
+    for chunk in (None, 4):
+        options = {"prompt_lookup_num_tokens": 3, "prefill_chunk_size": chunk}
+        assert generate_texts(model, rows, max_new_tokens=20, **options) == expected
 
 
 @pytest.mark.parametrize("meta_every", [None, 2])

@@ -7,6 +7,8 @@ from torch import Tensor
 from tests.model.agreement import assert_gradients_close, gradients_by, gradients_of
 from tests.model.tiny_models import META, pad, random_rows, tiny_model
 from tests.numbers import ROUNDED
+from tests.retrofit.architectures import with_meta_tokens
+from tests.retrofit.callers import model_of
 
 TRAINING = pytest.mark.parametrize("training", [True, False])
 Batch = dict[str, Tensor]
@@ -80,22 +82,19 @@ def test_logits_to_keep() -> None:
 
 @TRAINING
 @pytest.mark.parametrize("is_counted", [True, False])
-@pytest.mark.parametrize("second_attention", ["meta", "none"])
-def test_a_label_that_is_a_meta_token_counts_as_none(
-    batch: Batch, second_attention: str, is_counted: bool, training: bool
-) -> None:
+@pytest.mark.parametrize("caller", ["rope-meta", "rope-none", "llama"])
+def test_a_label_that_is_a_meta_token_counts_as_none(caller: str, is_counted: bool, training: bool) -> None:
     """Trainer counts the labels itself, meta-tokens too."""
-    model = tiny_model(second_attention=second_attention).train(training)
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)  # as usual: a copy of the ids
-    without_meta = labels.masked_fill(labels == META, -100)
-    before = labels.clone()
+    model, ids = model_of(caller).train(training), with_meta_tokens()
+    labels = ids.clone()
+    text_labels = ids.masked_fill(ids == model.config.meta_token_id, -100)
     losses = []
-    for variant in (labels, without_meta):
+    for variant in (labels, text_labels):
         count = {"num_items_in_batch": (variant[:, 1:] != -100).sum()} if is_counted else {}
-        losses.append(model(**batch | {"labels": variant}, **count).loss.item())
+        losses.append(model(ids, labels=variant, **count).loss.item())
 
     assert losses[0] == pytest.approx(losses[1], rel=ROUNDED)
-    assert torch.equal(labels, before)
+    assert torch.equal(labels, ids)
 
 
 def test_accumulated_gradients_of_uneven_batches_are_those_of_one_batch(batch: Batch) -> None:

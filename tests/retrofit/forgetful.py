@@ -132,6 +132,6 @@ def expected_scores(caller: str, full: Blocks) -> Score:
     return score
 
 
-def generate(model: PreTrainedModel, rows: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+def generate_texts(model: PreTrainedModel, rows: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
     """The new ids for left-padded rows, which do not end early."""
     return generating.generate(model, rows, suppress_tokens=[EOS], **options).tolist()

@@ -37,6 +37,7 @@ from tests.retrofit.architectures import (
     train_like,
     with_meta_tokens,
 )
+from tests.retrofit.callers import model_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'pin_memory' argument"),  # Trainer's default, where there is no GPU
@@ -49,21 +50,12 @@ LORA = peft.LoraConfig(
     exclude_modules=r".*meta_attention.*",
     modules_to_save=["meta_attention", "meta_token"],
 )
-BOTH_CALLERS = pytest.mark.parametrize("is_meta_gpt2", [True, False], ids=["MetaGPT2", "Llama"])
-
-
-def model_and_ids(is_meta_gpt2: bool) -> tuple[PreTrainedModel, Tensor]:
-    """A `MetaGPT2` or a retrofitted Llama, and ids of 2 rows with meta-tokens."""
-    if not is_meta_gpt2:
-        return retrofitted("llama"), with_meta_tokens()
-    ids = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(0))
-    ids[0, 3], ids[1, ::4] = 63, 63
-    return tiny_model(), ids
+BOTH_CALLERS = pytest.mark.parametrize("caller", ["rope-meta", "llama"])
 
 
 @BOTH_CALLERS
-def test_a_mask_of_meta_tokens_of_another_shape_is_refused(is_meta_gpt2: bool) -> None:
-    model, ids = model_and_ids(is_meta_gpt2)
+def test_a_mask_of_meta_tokens_of_another_shape_is_refused(caller: str) -> None:
+    model, ids = model_of(caller), with_meta_tokens()
     mask = ids == model.config.meta_token_id
     for wrong in (mask[:, :-2], mask[0], mask[:1]):
         with pytest.raises(UserError, match=r"meta_token_mask has the shape .*, and the input"):
@@ -73,8 +65,8 @@ def test_a_mask_of_meta_tokens_of_another_shape_is_refused(is_meta_gpt2: bool) -
 
 
 @BOTH_CALLERS
-def test_meta_tokens_are_not_looked_for_in_noisy_embeddings(is_meta_gpt2: bool) -> None:
-    model, ids = model_and_ids(is_meta_gpt2)
+def test_meta_tokens_are_not_looked_for_in_noisy_embeddings(caller: str) -> None:
+    model, ids = model_of(caller), with_meta_tokens()
     table = model.get_input_embeddings()
     embeddings = table(ids)
     table.neftune_noise_alpha = 5.0  # as the Trainer sets it
@@ -88,9 +80,9 @@ def test_meta_tokens_are_not_looked_for_in_noisy_embeddings(is_meta_gpt2: bool) 
 
 
 @BOTH_CALLERS
-def test_ids_of_rows_that_pad_the_table_are_not_trained(is_meta_gpt2: bool) -> None:
+def test_ids_of_rows_that_pad_the_table_are_not_trained(caller: str) -> None:
     """As after `tokenizer.add_tokens` and run_clm.py's lines, which resize a table only if it is too small."""
-    if is_meta_gpt2:
+    if caller == "rope-meta":
         model = tiny_model(vocab_size=128, unpadded_vocab_size=64)
     else:
         words = WordLevel({str(number): number for number in range(ROWS)})
@@ -110,9 +102,9 @@ def test_ids_of_rows_that_pad_the_table_are_not_trained(is_meta_gpt2: bool) -> N
 
 @BOTH_CALLERS
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit.trace:DeprecationWarning")
-def test_a_trace_is_refused(is_meta_gpt2: bool) -> None:
-    model, ids = model_and_ids(is_meta_gpt2)
-    for example in (ids, ids.clamp(max=59)):  # with meta-tokens, and without
+def test_a_trace_is_refused(caller: str) -> None:
+    model, ids = model_of(caller), with_meta_tokens()
+    for example in (ids, text()):  # with meta-tokens, and without
         with pytest.raises(UserError, match=r"use torch\.export"):
             torch.jit.trace(model, (example,), strict=False)
 
@@ -223,19 +215,6 @@ def test_a_training_that_leaves_out_what_was_added_says_so(tmp_path: Path) -> No
         trainer_of(peft.get_peft_model(model, lora), tmp_path, 3).train()
     messages = [str(warning.message) for warning in caught if "meta" in str(warning.message)]
     assert len(messages) == 1
-
-
-def test_meta_tokens_are_no_labels() -> None:
-    model, ids = shared("llama"), with_meta_tokens()
-    text_alone = ids.masked_fill(ids == META, -100)
-    of_ids = (ids[:, 1:] != -100).sum()  # as Trainer counts labels, meta-tokens too
-    of_text = (text_alone[:, 1:] != -100).sum()
-
-    expected = model(ids, labels=text_alone).loss
-
-    assert torch.equal(model(ids, labels=ids).loss, expected)
-    torch.testing.assert_close(model(ids, labels=ids, num_items_in_batch=of_ids).loss, expected)
-    torch.testing.assert_close(model(ids, labels=text_alone, num_items_in_batch=of_text).loss, expected)
 
 
 # --- PEFT

@@ -28,7 +28,7 @@ from tests.retrofit.forgetful import (
     expected_logits,
     forgetful,
     forgetful_retrofit,
-    generate,
+    generate_texts,
     shared_forgetful,
 )
 
@@ -64,7 +64,7 @@ def test_a_pass_and_steps_are_the_masked_recomputation(name: str, dtype: torch.d
 @pytest.mark.parametrize("name", RETROFITS)
 def test_generated_tokens_in_bfloat16_differ_by_rounding_alone(name: str, chunk: int | None) -> None:
     row, model = PROMPTS[0], shared_forgetful(name, (), torch.bfloat16)
-    [new] = generate(model, [row], max_new_tokens=8, prefill_chunk_size=chunk)
+    [new] = generate_texts(model, [row], max_new_tokens=8, prefill_chunk_size=chunk)
 
     scores = expected_logits(name, [*row, *new], (), torch.bfloat16)[len(row) - 1 : -1].float()
     roundings = decoder_roundings(torch.bfloat16, blocks=4, width=64, length=44)
