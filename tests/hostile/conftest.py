@@ -1,15 +1,14 @@
 """Fixtures of the tests with hostile input: it works, or one sentence says why not, and soon."""
 
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, GPTNeoForCausalLM
 
-from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
@@ -23,14 +22,15 @@ WAITING = 600  # seconds, on a machine with other work
 
 
 @pytest.fixture(scope="session")
-def clean() -> Callable[[], AbstractContextManager[None]]:
+def clean():
     """Surrounds a call: a `UserError` of one sentence is fine, any other exception and a hang are not."""
     return _clean
 
 
 @contextmanager
 def _clean() -> Iterator[None]:
-    before = {number: signal.signal(number, _hung) for number in (signal.SIGPROF, signal.SIGALRM)}
+    handler_of_computing = signal.signal(signal.SIGPROF, _hung)
+    handler_of_waiting = signal.signal(signal.SIGALRM, _hung)
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     signal.setitimer(signal.ITIMER_REAL, WAITING)
     try:
@@ -42,8 +42,8 @@ def _clean() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGPROF, handler_of_computing)
+        signal.signal(signal.SIGALRM, handler_of_waiting)
 
 
 def _hung(signal_number: int, frame: FrameType | None) -> None:
@@ -51,33 +51,42 @@ def _hung(signal_number: int, frame: FrameType | None) -> None:
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory):
     """A folder with a small model of each kind, without a manifest."""
     ids = {"vocab_size": 60, "bos_token_id": 0, "eos_token_id": 0}
     sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-    neo = {"hidden_size": 8, "num_layers": 2, "num_heads": 2, "attention_types": [[["global"], 2]]}
-    made = {
+    attention_types = [[["global"], 2]]
+    neo = {
+        "hidden_size": 8,
+        "num_layers": 2,
+        "num_heads": 2,
+        "attention_types": attention_types,
+    }
+    models = {
         "meta_gpt2": MetaGPT2ForCausalLM(MetaGPT2Config(**ids, **sizes, meta_token_id=1)),
         "gpt2": GPT2LMHeadModel(GPT2Config(**ids, n_embd=8, n_layer=2, n_head=2, n_positions=32)),
         "gpt_neo": GPTNeoForCausalLM(GPTNeoConfig(**ids, **neo, max_position_embeddings=32)),
     }
-    folders = {kind: tmp_path_factory.mktemp(kind) for kind in made}
-    for kind, model in made.items():
+    folders = {}
+    for kind, model in models.items():
+        folders[kind] = tmp_path_factory.mktemp(kind)
         model.save_pretrained(folders[kind])
-        assert parameters_at_least(model.config) <= sum(p.numel() for p in model.parameters())
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        assert parameters_at_least(model.config) <= parameters
     return folders
 
 
 @pytest.fixture(scope="session")
-def good(small_store: TokenStore, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Good:
+def good(small_store, models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("good")
     (folder / "records.jsonl").write_bytes(lines_of(RECORDS * 3))
-    ExampleStore.write(folder / "arrow", read_examples(folder / "records.jsonl", small_store.tokenizer))
+    examples = read_examples(folder / "records.jsonl", small_store.tokenizer)
+    ExampleStore.write(folder / "arrow", examples)
     return Good(small_store, models, (folder / "arrow").read_bytes())
 
 
 @pytest.fixture
-def trap(tmp_path: Path) -> "Trap":
+def trap(tmp_path):
     """A payload, and the file that appears if it is run."""
     return Trap(tmp_path / "sprung")
 
