@@ -17,25 +17,29 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def store(corpus, tmp_path_factory):
-    return write_token_store(tmp_path_factory.mktemp("runs") / "deep" / "tokens", corpus, "train:300", held_out=0.2)
-
-
-@pytest.fixture
-def small_shards(monkeypatch):
-    """Makes shards of some twenty documents, encoded a few at a time."""
-    monkeypatch.setattr(writing, "SHARD_CHARACTERS", 4_000)
-    monkeypatch.setattr(writing, "BATCH_CHARACTERS", 700)
+    return write_token_store(
+        tmp_path_factory.mktemp("runs") / "deep" / "tokens",
+        corpus,
+        "train:300",
+        held_out=0.2,
+    )
 
 
 @pytest.fixture(scope="session")
 def stored_in_shards(corpus, tmp_path_factory):
+    """The same store in shards of some twenty documents."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writing, "SHARD_CHARACTERS", 4_000)
-        return write_token_store(tmp_path_factory.mktemp("runs") / "tokens", corpus, "train:300", held_out=0.2)
+        return write_token_store(
+            tmp_path_factory.mktemp("runs") / "tokens",
+            corpus,
+            "train:300",
+            held_out=0.2,
+        )
 
 
 @pytest.fixture
 def sharded_store(stored_in_shards, tmp_path):
-    """The store in shards of some twenty documents, a copy to be damaged."""
+    """A copy of it to be damaged."""
     shutil.copytree(stored_in_shards.path, tmp_path / "copy")
     return TokenStore.open(tmp_path / "copy")

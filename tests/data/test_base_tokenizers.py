@@ -1,12 +1,24 @@
 """Tokenizers of other models: what they begin a text with, and how, is kept in corpora, prompts and on disk."""
 
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import (
+    AutoTokenizer,
+    LlamaTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from metatokens.data.prompts import encode_chat, encode_prompt
 from metatokens.data.tokenizer import load_tokenizer
@@ -16,18 +28,19 @@ from metatokens.tasks.encoding import SegmentEncoder
 from metatokens.tasks.example import encode_example
 from tests.data.small_corpora import write_corpus
 
-TEXTS = [f"the cat number {i} sat on a mat while it rained" for i in range(60)]
+TEXTS = [f"the cat number {number} sat on a mat while it rained" for number in range(60)]
 TEMPLATE = "{% for message in messages %}<s>{{ message.content }}</s>{% endfor %}"
+SPECIAL = ["<unk>", "<s>", "</s>"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """The folder of a tokenizer like Llama 2's: a token begins a text, and a space its first word."""
     backend = Tokenizer(models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     backend.decoder = decoders.Metaspace(prepend_scheme="first")
-    special = ["<unk>", "<s>", "</s>"]
-    backend.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=120, special_tokens=special, show_progress=False))
+    trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=SPECIAL, show_progress=False)
+    backend.train_from_iterator(TEXTS, trainer)
     tokenizer = LlamaTokenizer(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
@@ -39,101 +52,130 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def base(folder):
+    """The tokenizer as transformers reads it."""
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    """The tokenizer as the package reads it."""
     return load_tokenizer(str(folder))
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus") / "texts.jsonl", TEXTS)
 
 
-def expected_documents(folder: Path) -> dict[tuple[int, ...], str]:
-    own = AutoTokenizer.from_pretrained(folder)
-    return {(*own(text)["input_ids"], own.eos_token_id): text for text in TEXTS}
+@pytest.fixture
+def documents(base):
+    """The ids of the corpus' documents, each with its end of text."""
+    return [[*base(text)["input_ids"], base.eos_token_id] for text in TEXTS]
 
 
-def documents_in(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
-    ends = [place for place, token in enumerate(ids, start=1) if token == tokenizer.eos_token_id]
-    return [tuple(ids[start:end]) for start, end in pairwise([0, *ends])]
+def split_at_ends(ids: list[int], eos_token_id: int) -> list[list[int]]:
+    documents: list[list[int]] = [[]]
+    for token in ids:
+        documents[-1].append(token)
+        if token == eos_token_id:
+            documents.append([])
+    return documents[:-1]
 
 
-def test_a_text_has_the_ids_that_transformers_gives(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    own = AutoTokenizer.from_pretrained(folder)
-    assert own.convert_ids_to_tokens(own("the cat")["input_ids"])[:2] == ["<s>", "▁the"]
+def test_a_text_has_the_ids_that_transformers_gives(base, tokenizer):
+    assert base.convert_ids_to_tokens(base("the cat")["input_ids"])[:2] == [
+        "<s>",
+        "▁the",
+    ]
     for text in TEXTS:
-        assert encode_prompt(tokenizer, text) == own(text)["input_ids"]
-
-
-def test_saved_again_it_is_what_it_was(folder: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    tokenizer.save_pretrained(tmp_path)
-    own, again = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(tmp_path)
-    assert [again(text)["input_ids"] for text in TEXTS] == [own(text)["input_ids"] for text in TEXTS]
-    assert again.chat_template == TEMPLATE
+        assert encode_prompt(tokenizer, text) == base(text)["input_ids"]
 
 
 def test_the_documents_of_a_store(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, corpus: str, tmp_path: Path
-) -> None:
+    folder,
+    documents,
+    tokenizer,
+    corpus,
+    tmp_path,
+):
     store = write_token_store(tmp_path / "store", corpus, str(folder), held_out=0.2)
-    found = [one for split in ("train", "held_out") for one in documents_in(store.tokens(split)[:].tolist(), tokenizer)]
-    expected = expected_documents(folder)
-    assert sorted(found) == sorted(expected)
-    assert sum(counts.tokens for counts in store.manifest.splits.values()) == sum(len(one) - 1 for one in expected)
+
+    train = split_at_ends(store.tokens("train")[:].tolist(), tokenizer.eos_token_id)
+    held_out = split_at_ends(store.tokens("held_out")[:].tolist(), tokenizer.eos_token_id)
+    assert sorted(train + held_out) == sorted(documents)
+    tokens = sum(counts.tokens for counts in store.manifest.splits.values())
+    assert tokens == sum(map(len, documents)) - len(documents)
 
 
-def test_the_documents_that_perplexity_reads(folder: Path, tokenizer: PreTrainedTokenizerBase, corpus: str) -> None:
-    found = documents_in(held_out_text(corpus, tokenizer).tolist(), tokenizer)
-    assert found == list(expected_documents(folder))
+def test_the_documents_that_perplexity_reads(documents, tokenizer, corpus):
+    ids = held_out_text(corpus, tokenizer).tolist()
+
+    assert split_at_ends(ids, tokenizer.eos_token_id) == documents
 
 
-# Each puts a space before a text: Llama 2's as published and as transformers makes it, T5's, and RoBERTa's.
-PREFIXES: dict[str, Callable[[Tokenizer], None]] = {
-    "prepend": lambda backend: setattr(
-        backend,
-        "normalizer",
-        normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]),
-    ),
-    "first": lambda backend: setattr(backend, "pre_tokenizer", pre_tokenizers.Metaspace(prepend_scheme="first")),
-    "always": lambda backend: setattr(
-        backend,
-        "pre_tokenizer",
-        pre_tokenizers.Sequence([pre_tokenizers.Metaspace(prepend_scheme="always", split=False)]),
-    ),
-    "bytes": lambda backend: setattr(backend, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)),
-}
+def prepend(backend: Tokenizer) -> None:
+    """As in the published Llama 2."""
+    replaced = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    backend.normalizer = normalizers.Sequence(replaced)
 
 
-@pytest.mark.parametrize("prefix", PREFIXES)
-def test_a_meta_token_changes_no_id_of_the_text(prefix: str, tmp_path: Path) -> None:
-    """By characters as entries, so that the ids of a text are those of its parts, except for the space before it."""
-    space = "\u0120" if prefix == "bytes" else "\u2581"
-    entries = ["<unk>", "</s>", space, "\u010a", "\n", *map(chr, range(33, 127))]
-    backend = Tokenizer(models.BPE({entry: number for number, entry in enumerate(entries)}, [], unk_token="<unk>"))
-    PREFIXES[prefix](backend)
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(tmp_path)
-    tokenizer = load_tokenizer(str(tmp_path))
-    meta = tokenizer.meta_token_id
+def before_the_first(backend: Tokenizer) -> None:
+    """As transformers makes Llama 2's."""
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
 
-    def plain(text: str) -> list[int]:
-        return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
-    texts = (
+def always(backend: Tokenizer) -> None:
+    """As in T5."""
+    metaspace = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([metaspace])
+
+
+def of_bytes(backend: Tokenizer) -> None:
+    """As in RoBERTa."""
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+
+
+def tokenizer_of_characters(put_space: Callable[[Tokenizer], None], folder: Path) -> PreTrainedTokenizerBase:
+    """A tokenizer that puts a space before a text, and whose ids of a text are otherwise those of its parts."""
+    letters = [chr(number) for number in range(33, 127)]
+    entries = ["<unk>", "</s>", "\u0120", "\u2581", "\u010a", "\n", *letters]
+    numbered = {entry: number for number, entry in enumerate(entries)}
+    backend = Tokenizer(models.BPE(numbered, [], unk_token="<unk>"))
+    put_space(backend)
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(folder)
+    return load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("put_space", [prepend, before_the_first, always, of_bytes])
+@pytest.mark.parametrize(
+    "text",
+    [
         "owl_PAUSE_, robin",
         "owl _PAUSE_\nrobin",
         "owl_PAUSE_robin",
         "_PAUSE_owl",
         "_PAUSE__PAUSE_ owl",
         "a_PAUSE_",
-    )
-    for text in texts:
-        whole = plain(text.replace(" _PAUSE_", "").replace("_PAUSE_", ""))
-        assert whole[0] == tokenizer.convert_tokens_to_ids(space)
-        for encode in (encode_prompt, encode_chat):
-            ids = encode(tokenizer, text, "_PAUSE_")
-            assert [one for one in ids if one != meta] == whole
-            assert ids.count(meta) == text.count("_PAUSE_")
-        *segments, last = text.replace(" _PAUSE_", "_PAUSE_").split("_PAUSE_")
-        example = encode_example(SegmentEncoder(tokenizer), [*segments, last], "go")
-        assert [one for one in example.input_ids if one != meta] == [*whole, *plain("go")[1:], tokenizer.eos_token_id]
-    assert plain("owl")[1:] == plain("owl")[-3:]  # a text of its own still begins with a space
+    ],
+)
+def test_a_meta_token_changes_no_id_of_the_text(text, put_space, tmp_path):
+    tokenizer = tokenizer_of_characters(put_space, tmp_path)
+    backend, meta = tokenizer.backend_tokenizer, tokenizer.meta_token_id
+    segments = text.replace(" _PAUSE_", "_PAUSE_").split("_PAUSE_")
+    plain = backend.encode("".join(segments), add_special_tokens=False).ids
+    answer = backend.encode("go", add_special_tokens=False).ids[1:]
+    assert tokenizer.convert_ids_to_tokens(plain[0]) in ("\u0120", "\u2581")
+
+    example = encode_example(SegmentEncoder(tokenizer), segments, "go")
+
+    for ids in (
+        encode_prompt(tokenizer, text, "_PAUSE_"),
+        encode_chat(tokenizer, text, "_PAUSE_"),
+    ):
+        assert [token for token in ids if token != meta] == plain
+        assert ids.count(meta) == len(segments) - 1
+    text_ids = [token for token in example.input_ids if token != meta]
+    assert text_ids == [*plain, *answer, tokenizer.eos_token_id]
+    own_text = backend.encode("owl", add_special_tokens=False).ids
+    assert len(own_text) == 4  # a text of its own still begins with a space

@@ -1,6 +1,5 @@
 """Meta-tokens put in as a batch is made."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,124 +15,141 @@ from metatokens.data.tokenizer import META_TOKEN
 from metatokens.errors import UserError
 
 META = 99
-TOKENS = {f"t{number}": number for number in range(90)} | {". ": 90, "\n": 91, "</s>": 92}
-TOKENIZER = PreTrainedTokenizerFast(
-    tokenizer_object=Tokenizer(WordLevel(TOKENS | {META_TOKEN: META})), eos_token="</s>", meta_token=META_TOKEN
-)
+WORDS = {f"t{number}": number for number in range(90)}
+TOKENS = WORDS | {". ": 90, "\n": 91, "</s>": 92}
+BACKEND = Tokenizer(WordLevel(TOKENS | {META_TOKEN: META}))
+TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=BACKEND, eos_token="</s>", meta_token=META_TOKEN)
+Row = dict[str, Any]
+
+
+def collate(rows: list[Row], rule: str, max_length: int | None = None) -> list[Row]:
+    """The rows with landmarks, which another collator would make a batch of."""
+    collator = MetaTokenCollator(lambda rows: rows, TOKENIZER, rule, max_length=max_length)
+    return collator(rows)
 
 
 @given(ids=st.lists(st.integers(0, 50), max_size=30), every=st.integers(1, 7))
-def test_one_behind_every_so_many(ids: list[int], every: int) -> None:
-    collator = MetaTokenCollator(lambda examples: examples, TOKENIZER, f"every:{every}")
-    labels, mask = [id_ + 1 for id_ in ids], [id_ % 2 for id_ in ids]
-    (made,) = collator(
-        [{"input_ids": ids, "labels": labels, "completion_mask": mask, "attention_mask": [1] * len(ids)}]
-    )
-    expected: dict[str, list[int]] = {"input_ids": [], "labels": [], "completion_mask": [], "attention_mask": []}
-    for place, id_ in enumerate(ids, start=1):
-        rows = [(id_, id_ + 1, id_ % 2, 1)]
-        if place % every == 0:
-            rows.append((META, -100, 0, 1))
-        for row in rows:
-            for values, value in zip(expected.values(), row, strict=True):
-                values.append(value)
-    assert made == expected
+def test_one_behind_every_so_many(ids, every):
+    expected: Row = {
+        "input_ids": [],
+        "labels": [],
+        "completion_mask": [],
+        "attention_mask": [],
+    }
+    for count, token in enumerate(ids, start=1):
+        expected["input_ids"].append(token)
+        expected["labels"].append(token + 1)
+        expected["completion_mask"].append(token % 2)
+        expected["attention_mask"].append(1)
+        if count % every == 0:
+            expected["input_ids"].append(META)
+            expected["labels"].append(-100)
+            expected["completion_mask"].append(0)
+            expected["attention_mask"].append(1)
+    row = {
+        "input_ids": ids,
+        "labels": [token + 1 for token in ids],
+        "completion_mask": [token % 2 for token in ids],
+        "attention_mask": [1] * len(ids),
+    }
 
-
-def test_other_fields_are_left() -> None:
-    collator = MetaTokenCollator(lambda examples: examples, TOKENIZER, "every:2")
-    others = {"text": "ab", "weight": 0.5, "images": [1, 2, 3], "words": ["a", "b"], "messages": [{}, {}]}
-    (made,) = collator([{"input_ids": [1, 2], **others}])
-    assert made == {"input_ids": [1, 2, META], **others}
-
-
-@pytest.mark.parametrize("make", [list, torch.tensor])
-def test_numbers_with_a_point_keep_it(make: Callable[[list[float]], Any]) -> None:
-    collator = MetaTokenCollator(lambda examples: examples, TOKENIZER, "every:2")
-    (made,) = collator([{"input_ids": make([1, 2, 3]), "advantages": make([0.5, 0.25, 1.0])}])
-    assert made == {"input_ids": [1, 2, META, 3], "advantages": [0.5, 0.25, 0, 1.0]}
+    assert collate([row], f"every:{every}") == [expected]
 
 
 @pytest.mark.parametrize(("rule", "ids"), [("every:2", [1, 2, META, 3, META]), (None, [1, 2, 3, META])])
-def test_labels_that_a_collator_makes_are_no_meta_tokens(rule: str | None, ids: list[int]) -> None:
-    def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        given = torch.tensor([example["input_ids"] for example in examples])
-        return {"input_ids": given, "labels": given}
+def test_labels_that_a_collator_makes_are_no_meta_tokens(rule, ids):
+    def with_labels(rows: list[Row]) -> dict[str, torch.Tensor]:
+        input_ids = torch.tensor([row["input_ids"] for row in rows])
+        return {"input_ids": input_ids, "labels": input_ids}
 
-    batch = MetaTokenCollator(collate, TOKENIZER, rule)([{"input_ids": [1, 2, 3, META]}])
+    batch = MetaTokenCollator(with_labels, TOKENIZER, rule)([{"input_ids": [1, 2, 3, META]}])
+
+    labels = [-100 if token == META else token for token in ids]
     assert batch["input_ids"].tolist() == [ids]
-    assert batch["labels"].tolist() == [[-100 if id_ == META else id_ for id_ in ids]]
+    assert batch["labels"].tolist() == [labels]
 
 
-def test_landmarks_by_structure_in_all_fields_of_a_row() -> None:
-    collator = MetaTokenCollator(lambda examples: examples, TOKENIZER, "line")
-    row = {"input_ids": [1, 91, 91, 2, 91, 3, 92], "labels": [-100, 91, 91, 2, 91, 3, 92], "weights": [0.5] * 7}
-    (made,) = collator([row])
-    assert made["input_ids"] == [1, 91, META, 91, 2, 91, META, 3, 92]
-    assert made["labels"] == [-100, 91, -100, 91, 2, 91, -100, 3, 92]
-    assert made["weights"] == [0.5, 0.5, 0, 0.5, 0.5, 0.5, 0, 0.5, 0.5]
+def test_landmarks_by_structure_in_all_fields_of_a_row():
+    ids = [1, 91, 91, 2, 91, 3, 92]
+
+    [row] = collate([{"input_ids": ids, "labels": [-100, *ids[1:]], "weights": [0.5] * 7}], "line")
+
+    assert row["input_ids"] == [1, 91, META, 91, 2, 91, META, 3, 92]
+    assert row["labels"] == [-100, 91, -100, 91, 2, 91, -100, 3, 92]
+    assert row["weights"] == [0.5, 0.5, 0, 0.5, 0.5, 0.5, 0, 0.5, 0.5]
 
 
 @pytest.mark.parametrize("rule", ["line", "paragraph", "sentence", "every:2"])
-@pytest.mark.parametrize("make", [list, torch.tensor])
 @pytest.mark.parametrize("padding", [92, 91])  # a control token, as mostly; and one that could end a line
-def test_padding_has_no_landmarks_and_moves_none(padding: int, make: Callable[[list[int]], Any], rule: str) -> None:
-    collator = MetaTokenCollator(lambda examples: examples, TOKENIZER, rule)
-    ids, padded = [1, 90, 2, 91, 91, 3, 90], {"input_ids": padding, "labels": -100, "attention_mask": 0, "weights": 0}
-    row = {"input_ids": ids, "labels": ids, "attention_mask": [1] * 7, "weights": [2] * 7}
-    (expected,) = collator([row])
-    assert META in expected["input_ids"]
-    for left, right in ((5, 0), (0, 5), (3, 2)):
-        around = {name: ([value] * left, [value] * right) for name, value in padded.items()}
-        (made,) = collator([{name: make(around[name][0] + row[name] + around[name][1]) for name in row}])
-        assert made == {name: around[name][0] + expected[name] + around[name][1] for name in row}
-
-
-def test_rows_with_landmarks_are_cut_to_a_length() -> None:
-    collator = MetaTokenCollator(lambda examples: examples, TOKENIZER, "every:2", max_length=4)
-    made = collator([{"input_ids": ids, "labels": ids, "weight": 1} for ids in ([1, 2, 3, 4], [1, 2, 3], [1])])
-    assert [row["input_ids"] for row in made] == [[1, 2, META, 3], [1, 2, META, 3], [1]]
-    assert [row["labels"] for row in made] == [[1, 2, -100, 3], [1, 2, -100, 3], [1]]
-    padded = {"input_ids": [0, 0, 0, 1, 2, 3, 0], "attention_mask": [0, 0, 0, 1, 1, 1, 0]}
-    assert collator([padded]) == [{"input_ids": [1, 2, META, 3], "attention_mask": [1, 1, 1, 1]}]
-    collator.max_length = 6
-    assert collator([padded]) == [{"input_ids": [0, 1, 2, META, 3, 0], "attention_mask": [0, 1, 1, 1, 1, 0]}]
-
-
-def test_what_cannot_be_is_refused() -> None:
-    for rule in ("every:0", "word", 8):
-        with pytest.raises(UserError, match=f"rule for landmarks is {rule!r}: give line, paragraph, sentence or"):
-            MetaTokenCollator(list, TOKENIZER, rule)  # type: ignore[arg-type]
-    for no_tokenizer in (META, PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(TOKENS)))):
-        with pytest.raises(UserError, match="no meta-token: use the one that add_meta_attention was given"):
-            MetaTokenCollator(list, no_tokenizer, "every:2")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="has position_ids, which landmarks would shift"):
-        MetaTokenCollator(list, TOKENIZER, "every:2")([{"input_ids": [1, 2], "position_ids": [0, 0]}])
-
-
-def test_each_packed_sequence_has_its_own_landmarks() -> None:
-    sequences = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+@pytest.mark.parametrize(("left", "right"), [(5, 0), (0, 5), (3, 2)])
+def test_padding_has_no_landmarks_and_moves_none(left, right, padding, rule):
+    ids = [1, 90, 2, 91, 91, 3, 90]
     row = {
-        "input_ids": [id_ for ids in sequences for id_ in ids],
-        "labels": list(range(9)),
+        "input_ids": ids,
+        "labels": ids,
+        "attention_mask": [1] * 7,
+        "weights": [2] * 7,
+    }
+    padding_of = {
+        "input_ids": padding,
+        "labels": -100,
+        "attention_mask": 0,
+        "weights": 0,
+    }
+
+    def padded(row: Row) -> Row:
+        return {name: left * [padding_of[name]] + values + right * [padding_of[name]] for name, values in row.items()}
+
+    [unpadded] = collate([row], rule)
+
+    assert META in unpadded["input_ids"]
+    assert collate([padded(row)], rule) == [padded(unpadded)]
+
+
+def test_rows_with_landmarks_are_cut_to_a_length():
+    long = {"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4], "weight": 1}
+    short = {"input_ids": [1], "labels": [1], "weight": 1}
+
+    assert collate([long, short], "every:2", max_length=4) == [
+        {"input_ids": [1, 2, META, 3], "labels": [1, 2, -100, 3], "weight": 1},
+        short,
+    ]
+
+
+def test_a_tokenizer_without_a_meta_token_is_refused():
+    plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(TOKENS)))
+
+    with pytest.raises(UserError, match="no meta-token: use the one that add_meta_attention was given"):
+        MetaTokenCollator(list, plain, "every:2")
+
+
+def test_positions_that_landmarks_would_shift_are_refused():
+    with pytest.raises(UserError, match="has position_ids, which landmarks would shift"):
+        collate([{"input_ids": [1, 2], "position_ids": [0, 0]}], "every:2")
+
+
+def test_each_packed_sequence_has_its_own_landmarks():
+    packed = {
+        "input_ids": [1, 2, 3, 4, 5, 6, 7, 8, 9],
+        "labels": [0, 1, 2, 3, 4, 5, 6, 7, 8],
         "seq_lengths": [3, 1, 5],
         "weight": 0.5,
     }
-    collator = MetaTokenCollator(lambda examples: examples, TOKENIZER, "every:2", max_length=6)
-    apart = collator([{"input_ids": ids, "labels": [id_ - 1 for id_ in ids]} for ids in sequences])
-    (made,) = collator([row])
-    assert made == {
-        "input_ids": [id_ for one in apart for id_ in one["input_ids"]],
-        "labels": [label for one in apart for label in one["labels"]],
+
+    [row] = collate([packed], "every:2", max_length=6)
+
+    assert row == {
+        "input_ids": [1, 2, META, 3, 4, 5, 6, META, 7, 8, META],
+        "labels": [0, 1, -100, 2, 3, 4, 5, -100, 6, 7, -100],
         "seq_lengths": [4, 1, 6],
         "weight": 0.5,
     }
 
 
-def test_pairs_of_answers_are_refused_with_what_to_do() -> None:
+def test_pairs_of_answers_are_refused_with_what_to_do():
     pairs = [{"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4]}]
-    with pytest.raises(
-        UserError, match=r"no input_ids, but prompt_ids, chosen_ids, rejected_ids: .*insert_into\(ids\)"
-    ):
-        MetaTokenCollator(list, TOKENIZER, "every:8")(pairs)
+    sentence = r"no input_ids, but prompt_ids, chosen_ids, rejected_ids: .*insert_into\(ids\)"
+
+    with pytest.raises(UserError, match=sentence):
+        collate(pairs, "every:8")
     assert MetaTokenCollator(list, TOKENIZER)(pairs) == pairs

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from metatokens import encode_prompt
 from metatokens.data.prompts import chat_text, encode_chat
@@ -19,63 +19,74 @@ def tokenizer(small_store):
     return AutoTokenizer.from_pretrained(small_store.path / "tokenizer")
 
 
-def ids_of(tokenizer, *segments):
+def ids_of(tokenizer: PreTrainedTokenizerBase, *segments: str) -> list[int]:
     """The ids of segments with a meta-token at each join."""
-    ids = encode_text(tokenizer, [segments[0]])[0]
-    for segment in segments[1:]:
-        ids += [tokenizer.meta_token_id, *encode_text(tokenizer, [segment])[0]]
-    return ids
+    ids = []
+    for segment_ids in encode_text(tokenizer, segments):
+        ids += [tokenizer.meta_token_id, *segment_ids]
+    return ids[1:]
 
 
-def test_a_marker_takes_the_space_before_it(tokenizer):
-    expected = ids_of(tokenizer, "the cat", " sat", "")
-    assert encode_prompt(tokenizer, "the cat _PAUSE_ sat _PAUSE_", markers="_PAUSE_") == expected
-    assert encode_prompt(tokenizer, "the cat_PAUSE_ sat_PAUSE_", markers="_PAUSE_") == expected
-    assert encode_prompt(tokenizer, "the cat _PAUSE_ sat _PAUSE_", markers=[7, 19]) == expected
-    assert encode_prompt(tokenizer, "the cat <|meta|> sat <|meta|>", markers="<|meta|>") == expected
-    assert encode_prompt(tokenizer, "the cat (+) sat (+)", markers="(+)") == expected  # no pattern, but itself
-    assert encode_prompt(tokenizer, "the  [M]\ncat", markers="[M]") == ids_of(tokenizer, "the ", "\ncat")
+@pytest.mark.parametrize(
+    ("text", "markers"),
+    [
+        ("the cat _PAUSE_ sat _PAUSE_", "_PAUSE_"),
+        ("the cat_PAUSE_ sat_PAUSE_", "_PAUSE_"),
+        ("the cat _PAUSE_ sat _PAUSE_", [7, 19]),
+        ("the cat <|meta|> sat <|meta|>", "<|meta|>"),
+        ("the cat (+) sat (+)", "(+)"),  # no pattern, but itself
+    ],
+)
+def test_a_marker_takes_the_space_before_it(text, markers, tokenizer):
+    assert encode_prompt(tokenizer, text, markers=markers) == ids_of(tokenizer, "the cat", " sat", "")
 
 
 def test_what_no_marker_names_stays_text(tokenizer):
     text = "the cat _PAUSE_ sat<|meta|> on<|endoftext|> a mat"
-    assert encode_prompt(tokenizer, text) == encode_text(tokenizer, [text])[0]
-    assert tokenizer.meta_token_id not in encode_prompt(tokenizer, text)
+
+    unmarked = encode_prompt(tokenizer, text)
     marked = encode_prompt(tokenizer, text, markers="_PAUSE_")
+
+    assert unmarked == ids_of(tokenizer, text)
+    assert tokenizer.meta_token_id not in unmarked
     assert marked == ids_of(tokenizer, "the cat", " sat<|meta|> on<|endoftext|> a mat")
     assert encode_prompt(tokenizer, "", markers="_PAUSE_") == []
 
 
-@given(segments=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), min_size=1, max_size=4))
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(lambda text: "_PAUSE_" not in text)
+
+
+@given(segments=st.lists(ANY_TEXT, min_size=1, max_size=4))
 def test_offsets_and_string_agree(tokenizer, segments):
-    if any("_PAUSE_" in segment for segment in segments):
-        return
     text, offsets = segments[0], []
     for segment in segments[1:]:
         offsets.append(len(text))
         text += " _PAUSE_" + segment
+
     expected = ids_of(tokenizer, *segments)
     assert encode_prompt(tokenizer, text, offsets) == expected
     assert encode_prompt(tokenizer, text, "_PAUSE_") == expected
 
 
-def test_landmarks_are_added_to_markers(tokenizer):
-    meta = tokenizer.meta_token_id
+@pytest.mark.parametrize(
+    ("rule", "segments"),
+    [
+        ("line", ["owl", " robin.\n", "Crow", "\n", "finch"]),
+        ("sentence", ["owl", " robin.", "\nCrow", "\nfinch"]),
+    ],
+)
+def test_landmarks_are_added_to_markers(rule, segments, tokenizer):
     text = "owl _PAUSE_ robin.\nCrow _PAUSE_\nfinch"
-    marked = encode_prompt(tokenizer, text, "_PAUSE_", landmarks="line")
-    assert marked == ids_of(tokenizer, "owl", " robin.\n", "Crow", "\n", "finch")
-    assert encode_prompt(tokenizer, text, "_PAUSE_", landmarks="sentence") == ids_of(
-        tokenizer, "owl", " robin.", "\nCrow", "\nfinch"
-    )
-    [words] = encode_text(tokenizer, ["owl owl owl owl owl"])
-    assert encode_prompt(tokenizer, "owl owl owl owl owl", landmarks=f"every:{len(words)}") == [*words, meta]
+
+    assert encode_prompt(tokenizer, text, "_PAUSE_", landmarks=rule) == ids_of(tokenizer, *segments)
 
 
-def test_a_tokenizer_without_a_meta_token_is_refused(tokenizer):
+@pytest.mark.parametrize("options", [{"markers": "_PAUSE_"}, {"landmarks": "every:2"}], ids=str)
+def test_a_tokenizer_without_a_meta_token_is_refused(options, tokenizer):
     plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|endoftext|>")
-    for options in ({"markers": "_PAUSE_"}, {"landmarks": "every:2"}):
-        with pytest.raises(UserError, match="this tokenizer has no meta-token"):
-            encode_prompt(plain, "the cat _PAUSE_ sat", **options)
+
+    with pytest.raises(UserError, match="this tokenizer has no meta-token"):
+        encode_prompt(plain, "the cat _PAUSE_ sat", **options)
 
 
 # --- the texts of control tokens
@@ -85,67 +96,93 @@ TEMPLATE = (
 )
 
 
-def with_meta_token(backend, meta_token):
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="</s>", unk_token="<unk>", extra_special_tokens={"meta_token": meta_token}
-    )
-    made.chat_template = TEMPLATE.replace("<|endoftext|>", "</s>")
-    return made
-
-
-def vocabularies(meta_token):
-    """Tokenizers of characters, whose models have the control tokens' texts as pieces too."""
-    pieces = ["<unk>", "</s>", meta_token, *map(chr, range(33, 127)), "\u2581"]
+def tokenizer_of_characters(kind: str, meta_token: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of characters, whose model has the control tokens' texts as pieces too."""
+    letters = [chr(number) for number in range(33, 127)]
+    pieces = ["<unk>", "</s>", meta_token, *letters, "\u2581"]
     numbered = {piece: number for number, piece in enumerate(pieces)}
-    scored = [(piece, -1.0) for piece in pieces]
-    cut = pre_tokenizers.Metaspace(prepend_scheme="never")
-    for model, pre_tokenizer in (
-        (models.Unigram(scored, unk_id=0), cut),
-        (models.BPE(numbered, [], unk_token="<unk>", ignore_merges=True), pre_tokenizers.WhitespaceSplit()),
-        (models.WordPiece(numbered, unk_token="<unk>"), pre_tokenizers.WhitespaceSplit()),
-    ):
+    if kind == "unigram":
+        backend = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0))
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    else:
+        model = {
+            "bpe": models.BPE(numbered, [], unk_token="<unk>", ignore_merges=True),
+            "wordpiece": models.WordPiece(numbered, unk_token="<unk>"),
+        }[kind]
         backend = Tokenizer(model)
-        backend.pre_tokenizer = pre_tokenizer
-        yield with_meta_token(backend, meta_token)
+        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="</s>",
+        unk_token="<unk>",
+        extra_special_tokens={"meta_token": meta_token},
+    )
+    tokenizer.chat_template = TEMPLATE.replace("<|endoftext|>", "</s>")
+    return tokenizer
 
 
 @pytest.mark.parametrize("meta_token", ["<gist>", "the"])
-def test_no_text_becomes_a_control_token_that_the_vocabulary_has_as_a_piece(meta_token):
-    for made in vocabularies(meta_token):
-        text = f"say {meta_token} please </s> {meta_token}"
-        for ids in (encode_prompt(made, text), encode_chat(made, text.replace("</s>", ""))):
-            assert not {made.meta_token_id, made.eos_token_id} & set(ids)
-        marked = encode_prompt(made, f"{text} _PAUSE_", "_PAUSE_")
-        assert (marked.count(made.meta_token_id), made.eos_token_id in marked) == (1, False)
+@pytest.mark.parametrize("kind", ["unigram", "bpe", "wordpiece"])
+def test_no_text_becomes_a_control_token_that_the_vocabulary_has_as_a_piece(kind, meta_token):
+    tokenizer = tokenizer_of_characters(kind, meta_token)
+    control = {tokenizer.meta_token_id, tokenizer.eos_token_id}
+
+    prompt = encode_prompt(tokenizer, f"say {meta_token} please </s> {meta_token}")
+    chat = encode_chat(tokenizer, f"say {meta_token} please {meta_token}")
+    marked = encode_prompt(tokenizer, f"say {meta_token} please </s> _PAUSE_", "_PAUSE_")
+
+    assert control.isdisjoint(prompt)
+    assert control.isdisjoint(chat)
+    assert marked.count(tokenizer.meta_token_id) == 1
+    assert tokenizer.eos_token_id not in marked
 
 
-def test_a_meta_token_of_any_text_is_text_in_a_chat(small_store):
-    plain = AutoTokenizer.from_pretrained(small_store.path / "tokenizer")
-    for meta_token in ("<gist>", AddedToken("<gist>", special=True, normalized=True, lstrip=True, single_word=True)):
-        made = AutoTokenizer.from_pretrained(
-            small_store.path / "tokenizer", extra_special_tokens={"meta_token": meta_token}
-        )
-        assert made.meta_token_id != plain.meta_token_id
-        ids = encode_chat(made, "the <gist> sat <|endoftext|>on _PAUSE_", "_PAUSE_")
-        assert ids.count(made.meta_token_id) == 1
-        [before, after] = encode_text(plain, ["the <gist> sat ", "on"])
-        assert ids == [*before, plain.eos_token_id, *after, made.meta_token_id]
+@pytest.mark.parametrize(
+    "meta_token",
+    [
+        "<gist>",
+        AddedToken("<gist>", special=True, normalized=True, lstrip=True, single_word=True),
+    ],
+    ids=["plain", "with options"],
+)
+def test_a_meta_token_of_any_text_is_text_in_a_chat(meta_token, small_store):
+    folder = small_store.path / "tokenizer"
+    plain = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, extra_special_tokens={"meta_token": meta_token})
+    assert tokenizer.meta_token_id != plain.meta_token_id
+
+    ids = encode_chat(tokenizer, "the <gist> sat <|endoftext|>on _PAUSE_", "_PAUSE_")
+
+    before, after = encode_text(plain, ["the <gist> sat ", "on"])
+    assert ids == [*before, plain.eos_token_id, *after, tokenizer.meta_token_id]
 
 
-def test_control_tokens_in_messages_are_text(tokenizer):
-    said = [
+@pytest.fixture
+def chatting(tokenizer):
+    """A tokenizer whose chat template has a control token before each message."""
+    chatting = copy.deepcopy(tokenizer)
+    chatting.chat_template = TEMPLATE
+    return chatting
+
+
+def test_control_tokens_in_messages_are_text(chatting):
+    messages = [
         {"role": "user<|endoftext|>", "content": "the <|endoftext|><|meta|> cat\ufdd0"},
         {"role": "user", "content": "sat _PAUSE_"},
     ]
-    chatting = copy.deepcopy(tokenizer)
-    chatting.chat_template = TEMPLATE
-    ids = encode_chat(chatting, chat_text(chatting, said), "_PAUSE_")
-    assert ids.count(tokenizer.eos_token_id) == 3  # of the template: before each message and the answer
-    assert ids.count(tokenizer.meta_token_id) == 1
+    text = chat_text(chatting, messages)
+
+    ids = encode_chat(chatting, text, "_PAUSE_")
+    with_another_marker = encode_chat(chatting, text, "<|meta|>")
+
+    assert ids.count(chatting.eos_token_id) == 3  # of the template: before each message and the answer
+    assert ids.count(chatting.meta_token_id) == 1
     first = "<|endoftext|>user<|endoftext|>: the <|endoftext|><|meta|> cat\ufdd0"
-    assert tokenizer.decode(ids) == f"{first}<|endoftext|>user: sat<|meta|><|endoftext|>"
-    with_own_marker = encode_chat(chatting, chat_text(chatting, said), "<|meta|>")
-    assert with_own_marker.count(tokenizer.meta_token_id) == 1
-    for refused in (encode_chat, encode_prompt):
+    assert chatting.decode(ids) == f"{first}<|endoftext|>user: sat<|meta|><|endoftext|>"
+    assert with_another_marker.count(chatting.meta_token_id) == 1
+
+
+def test_a_lone_surrogate_is_refused(chatting):
+    for encode in (encode_chat, encode_prompt):
         with pytest.raises(UserError, match="a text has a lone surrogate"):
-            refused(chatting, "caf\udce9")
+            encode(chatting, "caf\udce9")

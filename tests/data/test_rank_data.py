@@ -1,7 +1,7 @@
 """The ranks and workers of a run together read every window of the text once an epoch, whatever their number."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -12,29 +12,20 @@ from transformers import TrainingArguments, default_data_collator
 
 from metatokens.checkpoint import load_model
 from metatokens.data.blocks import BlockDataset
-from metatokens.data.store import TokenStore
 from metatokens.recipe import TrainingSettings
 from metatokens.training.trainer import MetaTokenTrainer
 
 GLOBAL_BATCH, EPOCHS = 12, 3
 BLOCK = {"block_size": 32, "fraction": 0.1, "placement": "uniform", "seed": 0}
+Block = tuple[list[int], list[int]]  # ids and labels
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),  # Python's own, about forking with threads
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # more workers than cores
 ]
-every_split = pytest.mark.parametrize(
-    ("ranks", "workers"),
-    [
-        (ranks, workers) if (ranks, workers) in ((1, 0), (1, 3), (2, 1), (4, 0))
-        else pytest.param(ranks, workers, marks=pytest.mark.thorough)
-        for ranks in (1, 2, 4)
-        for workers in (0, 1, 3)
-    ],
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def dataset(small_store: TokenStore) -> BlockDataset:
+def dataset(small_store):
     """Three epochs, none of which ends where a batch does."""
     dataset = BlockDataset(small_store, "train", **BLOCK, epochs=EPOCHS)
     assert len(dataset) // EPOCHS % GLOBAL_BATCH != 0
@@ -44,44 +35,70 @@ def dataset(small_store: TokenStore) -> BlockDataset:
 def loader(dataset: BlockDataset, rank: int, ranks: int, workers: int) -> DataLoader:
     """A rank's share, as accelerate cuts it for Trainer."""
     whole = DataLoader(
-        dataset, GLOBAL_BATCH // ranks, collate_fn=default_data_collator, num_workers=workers, shuffle=False
+        dataset,
+        GLOBAL_BATCH // ranks,
+        collate_fn=default_data_collator,
+        num_workers=workers,
+        shuffle=False,
     )
-    return prepare_data_loader(whole, num_processes=ranks, process_index=rank, put_on_device=False, even_batches=True)
+    return prepare_data_loader(
+        whole,
+        num_processes=ranks,
+        process_index=rank,
+        put_on_device=False,
+        even_batches=True,
+    )
 
 
-def steps(dataset: BlockDataset, ranks: int, workers: int, skip: int = 0) -> list[list[tuple[list[int], list[int]]]]:
+def batches(dataset: BlockDataset, rank: int, ranks: int, workers: int, skip: int) -> Iterator[list[Block]]:
+    """The blocks of a rank, by step."""
+    for batch in skip_first_batches(loader(dataset, rank, ranks, workers), skip):
+        yield list(zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True))
+
+
+def steps(dataset: BlockDataset, ranks: int, workers: int, skip: int = 0) -> list[list[Block]]:
     """The blocks of each step: those of all ranks."""
-
-    def batches(rank: int) -> Iterator[list[tuple[list[int], list[int]]]]:
-        for batch in skip_first_batches(loader(dataset, rank, ranks, workers), skip):
-            yield list(zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True))
-
-    return [sum(parts, []) for parts in zip(*map(batches, range(ranks)), strict=True)]  # noqa: RUF017
+    by_rank = [batches(dataset, rank, ranks, workers, skip) for rank in range(ranks)]
+    return [list(chain.from_iterable(parts)) for parts in zip(*by_rank, strict=True)]
 
 
-def test_blocks_by_a_rule_are_the_same_for_ranks_workers_and_after_resuming(small_store: TokenStore) -> None:
+def test_blocks_by_a_rule_are_the_same_for_ranks_workers_and_after_resuming(
+    small_store,
+):
     dataset = BlockDataset(small_store, "train", **BLOCK | {"placement": "sentence"}, epochs=EPOCHS)
-    alone = steps(dataset, 1, 0)[:-1]  # what fills the last batch is others' with other ranks
-    assert {ids.count(small_store.manifest.meta_token_id) for step in alone for ids, _ in step} >= {0, 1}
-    assert steps(dataset, 2, 3)[:-1] == alone
-    assert steps(dataset, 4, 1, skip=5)[:-1] == alone[5:]
+
+    alone = steps(dataset, ranks=1, workers=0)[:-1]  # what fills the last batch is others' with other ranks
+
+    assert steps(dataset, ranks=2, workers=3)[:-1] == alone
+    assert steps(dataset, ranks=4, workers=1, skip=5)[:-1] == alone[5:]
 
 
-@every_split
-def test_steps_have_the_same_blocks_however_many_ranks_share_them_and_after_resuming(
-    ranks: int, workers: int, dataset: BlockDataset
-) -> None:
-    alone = steps(dataset, 1, 0)
+@pytest.mark.parametrize(
+    ("ranks", "workers"),
+    [
+        (1, 0),
+        (1, 3),
+        (2, 1),
+        (4, 0),
+        pytest.param(1, 1, marks=pytest.mark.thorough),
+        pytest.param(2, 0, marks=pytest.mark.thorough),
+        pytest.param(2, 3, marks=pytest.mark.thorough),
+        pytest.param(4, 1, marks=pytest.mark.thorough),
+        pytest.param(4, 3, marks=pytest.mark.thorough),
+    ],
+)
+def test_steps_have_the_same_blocks_however_many_ranks_share_them_and_after_resuming(ranks, workers, dataset):
     items = [(item["input_ids"].tolist(), item["labels"].tolist()) for item in dataset]
-    assert sum(alone, [])[: len(items)] == items  # noqa: RUF017  # what fills the last batch aside
+    alone = steps(dataset, ranks=1, workers=0)
     an_epoch = len(alone) // EPOCHS
-    for skip in (0, 1, an_epoch, an_epoch + 1, 2 * an_epoch + 3):
+
+    in_order = list(chain.from_iterable(alone))
+    assert in_order[: len(items)] == items  # what fills the last batch aside
+    for skip in (0, 1, an_epoch, 2 * an_epoch + 3):
         assert steps(dataset, ranks, workers, skip) == alone[skip:]
 
 
-def test_trainer_cuts_its_data_like_this(
-    dataset: BlockDataset, small_model: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_trainer_cuts_its_data_like_this(dataset, small_model, tmp_path):
     arguments = TrainingArguments(
         str(tmp_path),
         per_device_train_batch_size=GLOBAL_BATCH,
@@ -91,18 +108,22 @@ def test_trainer_cuts_its_data_like_this(
         remove_unused_columns=False,
         report_to="none",
     )
-    model = load_model(small_model())
     trainer = MetaTokenTrainer(
-        model=model,
+        model=load_model(small_model()),
         args=arguments,
         train_dataset=dataset,
         data_collator=default_data_collator,
         settings=TrainingSettings(max_steps=1, per_device_train_batch_size=GLOBAL_BATCH),
         schedule_start=0,
     )
-    own, like = trainer.get_train_dataloader(), loader(dataset, 0, 1, 0)
-    assert type(own) is type(like)
+
+    of_trainer, of_these_tests = (
+        trainer.get_train_dataloader(),
+        loader(dataset, rank=0, ranks=1, workers=0),
+    )
+
+    assert type(of_trainer) is type(of_these_tests)
     assert arguments.accelerator_config.split_batches is False
     assert arguments.accelerator_config.even_batches is True
-    for ours, theirs in zip(own, like, strict=True):
+    for ours, theirs in zip(of_trainer, of_these_tests, strict=True):
         np.testing.assert_array_equal(ours["input_ids"], theirs["input_ids"])
