@@ -21,7 +21,11 @@ class Forked:
     """A call in a new process and process group, with its exit status and its output."""
 
     def __init__(
-        self, folder: Path, call: Callable[..., None], arguments: Sequence[Any], environment: Mapping[str, str]
+        self,
+        folder: Path,
+        call: Callable[..., None],
+        arguments: Sequence[Any],
+        environment: Mapping[str, str],
     ):
         self._printed = [folder / "output", folder / "error"]
         self._process = worker_context(IMPORTED).Process(
@@ -74,7 +78,10 @@ def command(*arguments: object) -> None:
 
 
 def _carry_out(
-    call: Callable[..., None], arguments: Sequence[Any], environment: Mapping[str, str], printed: Sequence[Path]
+    call: Callable[..., None],
+    arguments: Sequence[Any],
+    environment: Mapping[str, str],
+    printed: Sequence[Path],
 ) -> None:
     gc.freeze()  # imported modules are never garbage
     os.setsid()

@@ -9,13 +9,20 @@ def far(a: Tensor, b: Tensor) -> float:
     return float((a - b).detach().abs().max() / b.detach().abs().max().clamp(min=1))
 
 
-def gradients_far(model: torch.nn.Module, found: Tensor, expected: Tensor) -> float:
+def gradients_far(model: torch.nn.Module, computed: Tensor, expected: Tensor) -> float:
     """How far apart the gradients of the weights are, by `far`, for the same random weights of the logits."""
-    weigh = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2)).to(expected)
-    both = []
-    for logits in (found, expected):
-        model.zero_grad()
-        (logits * weigh).sum().backward()
-        both.append({name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None})
-    assert both[0].keys() == both[1].keys()
-    return max(far(both[0][name], gradient) for name, gradient in both[1].items())
+    weights_of_logits = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2)).to(expected)
+    gradients = _gradients(model, computed, weights_of_logits)
+    expected_gradients = _gradients(model, expected, weights_of_logits)
+    assert gradients.keys() == expected_gradients.keys()
+    return max(far(gradients[name], gradient) for name, gradient in expected_gradients.items())
+
+
+def _gradients(model: torch.nn.Module, logits: Tensor, weights_of_logits: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    (logits * weights_of_logits).sum().backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad.clone()
+    return gradients

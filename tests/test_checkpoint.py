@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from metatokens import MetaGPT2ForCausalLM, add_meta_attention
+from metatokens import MetaGPT2ForCausalLM
 from metatokens.checkpoint import (
     MANIFEST,
     fetch_model,
@@ -33,79 +32,98 @@ from metatokens.checkpoint import (
     write_manifest,
 )
 from metatokens.errors import UserError
-from tests.model.tiny_models import VARIANTS, Fields, random_rows, shared_model, tiny_config, tiny_model
+from tests.model.tiny_models import (
+    VARIANTS,
+    random_rows,
+    shared_model,
+    tiny_config,
+    tiny_model,
+)
 from tests.numbers import ROUNDED_DOUBLE
 
 IDS = torch.tensor(random_rows((10, 10)))
-TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")))
+BACKEND = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=BACKEND)
 WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved(tmp_path):
     """A checkpoint with its manifest."""
     save_model(shared_model(), TOKENIZER, tmp_path)
     return tmp_path
 
 
 @pytest.fixture
-def unsealed(saved: Path) -> Path:
+def unsealed(saved):
     """A checkpoint without a manifest, as transformers writes it."""
     (saved / MANIFEST).unlink()
     return saved
 
 
-def flip(path: Path, place: int, bit: int = 0) -> None:
+def flip(path: Path, position: int, bit: int = 0) -> None:
     """Damage a file: change one bit."""
     content = bytearray(path.read_bytes())
-    content[place] ^= 1 << bit
+    content[position] ^= 1 << bit
     path.write_bytes(content)
 
 
+def change_config(folder: Path, **fields: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+
+
 @VARIANTS
-def test_a_model_comes_back_as_it_was(fields: Fields, tmp_path: Path) -> None:
+def test_a_model_comes_back_as_it_was(fields, tmp_path):
     model = shared_model(**fields)
     save_model(model, TOKENIZER, tmp_path)
+
     loaded = load_model(str(tmp_path))
+
     assert type(loaded) is MetaGPT2ForCausalLM
     assert not loaded.training
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert all(map(torch.equal, loaded.state_dict().values(), model.state_dict().values()))
+    weights = loaded.state_dict()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weights[name], weight)
     # Loaded weights lie elsewhere in memory, and some processors round by that. transformers computes rotary
     # frequencies in float32 when it loads; the shared model's are rounded to that as well.
     torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=0, atol=ROUNDED_DOUBLE)
-    saved, kept = loaded.config.to_dict(), model.config.to_dict()
-    for field in ("architectures", "dtype", "_name_or_path"):  # what saving itself adds
-        saved.pop(field, None), kept.pop(field, None)
-    assert saved == kept
+    added_by_saving = {"architectures": None, "dtype": None, "_name_or_path": None}
+    assert loaded.config.to_dict() | added_by_saving == model.config.to_dict() | added_by_saving
 
 
-def test_a_gpt2_folder_is_converted(tmp_path: Path) -> None:
-    config = GPT2Config(vocab_size=60, n_embd=32, n_layer=1, n_head=4, bos_token_id=None, eos_token_id=None)
-    gpt2 = GPT2LMHeadModel(config).eval()
+@pytest.fixture
+def gpt2():
+    config = GPT2Config(
+        vocab_size=60,
+        n_embd=32,
+        n_layer=1,
+        n_head=4,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return GPT2LMHeadModel(config).eval()
+
+
+@pytest.mark.parametrize("second_attention", [None, "meta"])
+def test_a_gpt2_folder_is_converted(second_attention, gpt2, tmp_path):
     gpt2.save_pretrained(tmp_path)
-    for second_attention in (None, "meta"):
-        model = load_model(tmp_path, second_attention)
-        assert model.config.second_attention == (second_attention or "none")
-        ids = IDS % 60
-        assert (model(ids).logits[..., :60] - gpt2(ids).logits).abs().max() < 1e-5
+
+    model = load_model(tmp_path, second_attention)
+
+    ids = IDS % 60
+    logits = model(ids).logits[..., :60]
+    assert model.config.second_attention == (second_attention or "none")
+    assert (logits - gpt2(ids).logits).abs().max() < 1e-5
 
 
-def test_a_retrofitted_gpt2_stays_one(tmp_path: Path) -> None:
-    config = GPT2Config(vocab_size=60, n_embd=32, n_layer=1, n_head=4, bos_token_id=None, eos_token_id=None)
-    model = add_meta_attention(GPT2LMHeadModel(config), meta_token_id=59, heads=2, head_size=8).eval()
-    model.save_pretrained(tmp_path)
-    loaded = load_model(tmp_path)
-    assert loaded.config.meta_token_id == 59
-    assert torch.equal(loaded(IDS % 60).logits, model(IDS % 60).logits)
-
-
-def test_weights_have_a_checksum(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    other = tmp_path_factory.mktemp("other")
-    save_model(shared_model(), TOKENIZER, other)
-    assert weights_sha256(saved) == weights_sha256(other)
+def test_weights_have_a_checksum(saved, tmp_path_factory):
+    equal, other = tmp_path_factory.mktemp("equal"), tmp_path_factory.mktemp("other")
+    save_model(shared_model(), TOKENIZER, equal)
     save_model(tiny_model(seed=1), TOKENIZER, other)
-    assert weights_sha256(saved) != weights_sha256(other)
+
+    assert weights_sha256(saved) == weights_sha256(equal) != weights_sha256(other)
     with pytest.raises(UserError, match=r"no model\.safetensors"):
         weights_sha256(other / "nowhere")
 
@@ -114,121 +132,167 @@ def test_weights_have_a_checksum(saved: Path, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture
-def sharded(tmp_path: Path) -> Path:
-    """A checkpoint as transformers writes that of a large model."""
-    folder = tmp_path / "sharded"
+def sharded(tmp_path):
+    """A checkpoint as transformers writes that of a large model, next to one of the same model in one file."""
     model = MetaGPT2ForCausalLM(tiny_config(vocab_size=512))
-    model.save_pretrained(folder, max_shard_size="20KB")
-    assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1
-    assert not (folder / WEIGHTS).exists()
     model.save_pretrained(tmp_path / "whole")
-    return folder
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(shards_in(tmp_path / "sharded")) > 1
+    return tmp_path / "sharded"
 
 
-def test_shards_are_one_model(sharded: Path) -> None:
+def shards_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob("model-*-of-*.safetensors"))
+
+
+def test_shards_are_one_model(sharded):
     whole = load_model(sharded.parent / "whole")
+
     assert torch.equal(load_model(sharded)(IDS).logits, whole(IDS).logits)
-    before = weights_sha256(sharded)
-    assert before != weights_sha256(sharded.parent / "whole")
     write_manifest(sharded)
     assert torch.equal(load_model(sharded)(IDS).logits, whole(IDS).logits)
-    last = sorted(sharded.glob("model-*.safetensors"))[-1]
+
+
+def test_a_damaged_shard_is_named(sharded):
+    before = weights_sha256(sharded)
+    write_manifest(sharded)
+    last = shards_in(sharded)[-1]
+
     flip(last, -1)
+
     assert weights_sha256(sharded) != before
     with pytest.raises(UserError, match=f"{last.name} is damaged"):
         load_model(sharded)
 
 
-def test_shards_are_fetched(monkeypatch: pytest.MonkeyPatch, sharded: Path) -> None:
-    def fetched(name: str, **patterns: list[str]) -> str:
-        taken = set(filter_repo_objects([path.name for path in sharded.iterdir()], **patterns))
-        assert taken == {path.name for path in sharded.iterdir()} - {"pytorch_model.bin"}
-        return str(sharded)
-
-    for name in ("chat_template.jinja", "tokenizer.model", "pytorch_model.bin"):
-        (sharded / name).write_bytes(b"")
-
-    monkeypatch.setattr("metatokens.checkpoint.snapshot_download", fetched)
-    assert fetch_model(Path("hf:someone/large")) == sharded
-
-
-ROPE_OF_4 = {  # as transformers 4 wrote them: of Llama 3.1, of Qwen2, and of Phi-2
-    "llama": {
-        "rope_theta": 500_000.0,
-        "rope_scaling": {
-            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-    },
-    "qwen2": {"rope_theta": 1_000_000.0},
-    "phi": {"rope_theta": 5000.0, "partial_rotary_factor": 0.25},
-    "gpt_neox": {"rotary_pct": 0.5, "rotary_emb_base": 700},
-}  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore:.*rope:FutureWarning")  # transformers' own
-@pytest.mark.parametrize("kind", ROPE_OF_4)
-def test_rotary_positions_as_older_releases_wrote_them(kind: str, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    sizes |= {} if kind == "gpt_neox" else {"num_key_value_heads": 2}
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=99, **sizes)).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["rope_parameters"]
-    (tmp_path / "config.json").write_text(json.dumps(config | ROPE_OF_4[kind]))
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path)
-    theta = ROPE_OF_4[kind].get("rope_theta", 700)
-    assert expected.config.rope_parameters["rope_theta"] == theta
-    read = load_base(tmp_path)
-    assert read.config.rope_parameters == expected.config.rope_parameters
-    ids = torch.arange(90)[None]
-    assert torch.equal(read(ids).logits, expected(ids).logits)
-
-
-def test_a_missing_shard_is_named(sharded: Path) -> None:
-    first = sorted(sharded.glob("model-*.safetensors"))[0]
+@pytest.mark.parametrize("read", [load_model, weights_sha256])
+def test_a_missing_shard_is_named(read, sharded):
+    first = shards_in(sharded)[0]
     first.unlink()
-    for read in (load_model, weights_sha256):
-        with pytest.raises(UserError, match=f"are not complete: there is no {first.name}, which model.safetensors.ind"):
-            read(sharded)
+
+    with pytest.raises(
+        UserError,
+        match=f"are not complete: there is no {first.name}, which model.safetensors.index",
+    ):
+        read(sharded)
 
 
-def named(name: object) -> str:
+def index_of(name: object) -> str:
     """An index with this name of a file."""
     return json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": name}})
 
 
 @pytest.mark.parametrize(
     "content",
-    [named(name) for name in ("../whole/model.safetensors", "pytorch_model.bin", "", "a\0b", 3)]
-    + ["", "{", "[]", '{"weight_map": []}', '{"weight_map": {"a": ["b"]}}', "[" * 99_999],
+    [
+        index_of("../whole/model.safetensors"),
+        index_of("pytorch_model.bin"),
+        index_of("a\0b"),
+        index_of(3),
+        "{",
+        "[]",
+        '{"weight_map": []}',
+        "[" * 99_999,
+    ],
+    ids=[
+        "outside",
+        "a pickle",
+        "no name",
+        "a number",
+        "cut",
+        "a list",
+        "a list of weights",
+        "deep",
+    ],
 )
-def test_an_index_that_names_no_shards_of_its_folder_is_refused(sharded: Path, content: str) -> None:
+def test_an_index_that_names_no_shards_of_its_folder_is_refused(sharded, content):
     torch.save({}, sharded / "pytorch_model.bin")
     (sharded / "model.safetensors.index.json").write_text(content)
-    for read in (load_model, weights_sha256):
-        with pytest.raises(UserError, match=r"are not complete: there is no|does not name the files of the weights"):
-            read(sharded)
+
+    with pytest.raises(
+        UserError,
+        match=r"are not complete: there is no|does not name the files of the weights",
+    ):
+        load_model(sharded)
+
+
+def test_shards_are_fetched_and_pickles_are_not(monkeypatch, sharded):
+    for name in ("chat_template.jinja", "tokenizer.model", "pytorch_model.bin"):
+        (sharded / name).write_bytes(b"")
+    names = {path.name for path in sharded.iterdir()}
+
+    def fetched(name: str, **patterns: list[str]) -> str:
+        assert set(filter_repo_objects(names, **patterns)) == names - {"pytorch_model.bin"}
+        return str(sharded)
+
+    monkeypatch.setattr("metatokens.checkpoint.snapshot_download", fetched)
+
+    assert fetch_model(Path("hf:someone/large")) == sharded
+
+
+ROPE_OF_4 = {  # as transformers 4 wrote them: of Llama 3.1, of Qwen2, of Phi-2 and of GPT-NeoX
+    "llama": {
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "qwen2": {"rope_theta": 1_000_000.0},
+    "phi": {"rope_theta": 5000.0, "partial_rotary_factor": 0.25},
+    "gpt_neox": {"rotary_pct": 0.5, "rotary_emb_base": 700},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*rope:FutureWarning")  # transformers' own
+@pytest.mark.parametrize("kind", ROPE_OF_4)
+def test_rotary_positions_as_older_releases_wrote_them(kind, tmp_path):
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+    }
+    if kind != "gpt_neox":
+        sizes["num_key_value_heads"] = 2
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=99, **sizes)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(config | ROPE_OF_4[kind]))
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.arange(90)[None]
+
+    model = load_base(tmp_path)
+
+    assert expected.config.rope_parameters["rope_theta"] == ROPE_OF_4[kind].get("rope_theta", 700)
+    assert model.config.rope_parameters == expected.config.rope_parameters
+    assert torch.equal(model(ids).logits, expected(ids).logits)
 
 
 # --- folders of models
 
 
-def test_the_nearest_models_below_a_folder_are_named(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_folder_without_a_model_names_the_nearest_ones_below(saved, tmp_path_factory):
     run = tmp_path_factory.mktemp("run")
     with pytest.raises(UserError, match=r"it has no config\.json\.$"):
         load_model(run)
-    for name in ("64", "data", "512", "128"):
+    for name in ("models/deep", "64", "512", "128"):
         shutil.copytree(saved, run / name)
+
     with pytest.raises(UserError) as caught:
         load_model(run)
+
     assert str(caught.value).endswith(f"no config.json; there are models in {run}/128, {run}/512, {run}/64.")
 
 
 # --- complete or not
 
 
-def test_a_save_that_is_cut_off_is_not_taken_for_complete(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_is_cut_off_is_not_taken_for_complete(saved, monkeypatch):
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
@@ -238,8 +302,10 @@ def test_a_save_that_is_cut_off_is_not_taken_for_complete(saved: Path, monkeypat
             save_model(tiny_model(seed=1), TOKENIZER, saved)
     with pytest.raises(UserError, match=r"missing or damaged, so .* may not be complete"):
         verify_manifest(saved)
+
     (saved / (MANIFEST + ".partial")).write_text("{")  # what a crash while the manifest was written leaves
     save_model(tiny_model(seed=1), TOKENIZER, saved)
+
     load_model(saved)
     assert not (saved / (MANIFEST + ".partial")).exists()
 
@@ -250,86 +316,121 @@ def test_a_save_that_is_cut_off_is_not_taken_for_complete(saved: Path, monkeypat
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
-def test_any_flipped_bit_is_noticed(saved: Path, data: st.DataObject) -> None:
+def test_any_flipped_bit_is_noticed(saved, data):
     path = data.draw(st.sampled_from(sorted(saved.iterdir())))
-    whole = path.read_bytes()
-    flip(path, data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 7)))
+    good = path.read_bytes()
+    flip(path, data.draw(st.integers(0, len(good) - 1)), data.draw(st.integers(0, 7)))
+
     try:
         with pytest.raises(UserError, match=r"damaged|missing") as caught:
             load_model(saved)
-        # A manifest may have got another file's name wrong.
-        assert path.name in str(caught.value) or (path.name == MANIFEST and "missing" in str(caught.value))
     finally:
-        path.write_bytes(whole)
+        path.write_bytes(good)
+
+    sentence = str(caught.value)
+    is_misnamed = path.name == MANIFEST and "missing" in sentence  # it may have got another file's name wrong
+    assert path.name in sentence or is_misnamed
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"sha256": []}', '{"sha256": null}', '{"md5": {}}'])
-def test_a_manifest_that_is_none_is_refused(saved: Path, content: str) -> None:
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"sha256": []}', '{"md5": {}}'])
+def test_a_manifest_that_is_none_is_refused(saved, content):
     (saved / MANIFEST).write_text(content)
+
     with pytest.raises(UserError, match="missing or damaged"):
         load_model(saved)
 
 
-def file_for_folder(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "meta_gpt3"}, "config.json is not a model configuration"),
+        (
+            {"model_type": "gemma3"},
+            "holds a gemma3 model, which takes more than text: load it by transformers",
+        ),
+        (
+            {"hidden_size": 30},
+            "not a model configuration: .*hidden_size 30 is not a multiple",
+        ),
+        (
+            {"position_embedding": "sinusoidal"},
+            "not a model configuration: .*position_embedding",
+        ),
+        ({"vocab_size": 128}, "the weights in .* cannot be read|do not fit"),
+        ({"num_hidden_layers": 3}, "do not fit its configuration: see model.layers.2"),
+        ({"num_hidden_layers": 1}, "do not fit its configuration: see model.layers.1"),
+        (
+            {"second_attention": "none"},
+            "do not fit its configuration: see .*second_attention",
+        ),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_is_of_another_model_is_refused(unsealed, fields, message):
+    change_config(unsealed, **fields)
+
+    with pytest.raises(UserError, match=message) as refusal:
+        load_model(unsealed)
+
+    assert "\n" not in str(refusal.value)
+
+
+def no_folder(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.write_text("not a folder")
 
 
-def config(**overrides: object) -> Callable[[Path], None]:
-    """Change fields of config.json."""
-
-    def change(folder: Path) -> None:
-        fields = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(fields | overrides))
-
-    return change
+def no_json(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
 
 
-def config_text(content: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / "config.json").write_text(content) and None
+def no_weights(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+
+
+def damaged_header(folder: Path) -> None:
+    flip(folder / WEIGHTS, 12)
+
+
+def no_decoder(folder: Path) -> None:
+    BertConfig(hidden_size=32, num_attention_heads=4).save_pretrained(folder)
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (shutil.rmtree, "there is no model in .*: it has no config.json"),
-        (file_for_folder, "there is no model in"),
-        (lambda folder: (folder / "config.json").unlink(), "there is no model in"),
-        (lambda folder: (folder / WEIGHTS).unlink(), "weights in .* cannot be read"),
-        (BertConfig(hidden_size=32, num_attention_heads=4).save_pretrained, "holds a bert model, which is no decoder"),
-        (lambda folder: flip(folder / WEIGHTS, 12), "weights in .* cannot be read"),
-        (config_text("{"), "config.json is not a model configuration"),
-        (config_text("[]"), "config.json is not a model configuration"),
-        (config_text("{}"), "config.json is not a model configuration"),
-        (config(model_type="meta_gpt3"), "config.json is not a model configuration"),
-        (config(hidden_size=30), "not a model configuration: .*hidden_size 30 is not a multiple"),
-        (config(position_embedding="sinusoidal"), "not a model configuration: .*position_embedding"),
-        (config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "not a model configuration: .*factor"),
-        (config(vocab_size=128), "the weights in .* cannot be read|do not fit"),
-        (config(num_hidden_layers=3), "do not fit its configuration: see model.layers.2"),
-        (config(num_hidden_layers=1), "do not fit its configuration: see model.layers.1"),
-        (config(model_type="gemma3"), "holds a gemma3 model, which takes more than text: load it by transformers"),
-        (config(second_attention="none"), "do not fit its configuration: see .*second_attention"),
+        (no_folder, "there is no model in"),
+        (no_json, "config.json is not a model configuration"),
+        (no_weights, "weights in .* cannot be read"),
+        (damaged_header, "weights in .* cannot be read"),
+        (no_decoder, "holds a bert model, which is no decoder"),
     ],
 )
-def test_what_is_no_model_is_refused(unsealed: Path, damage: Callable[[Path], None], message: str) -> None:
+def test_what_is_no_model_is_refused(unsealed, damage, message):
     damage(unsealed)
+
     with pytest.raises(UserError, match=message) as refusal:
         load_model(unsealed)
+
     assert "\n" not in str(refusal.value)
 
 
 # --- models of the Hub
 
 
-def test_a_model_of_the_hub_is_fetched_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("metatokens.checkpoint.snapshot_download", lambda name, **_: str(tmp_path / name))
+def test_a_model_of_the_hub_is_fetched_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "metatokens.checkpoint.snapshot_download",
+        lambda name, **_: str(tmp_path / name),
+    )
+
     assert fetch_model(Path("hf:EleutherAI/gpt-neo-125m")) == tmp_path / "EleutherAI" / "gpt-neo-125m"
     assert fetch_model(Path("EleutherAI/gpt-neo-125m")) == Path("EleutherAI/gpt-neo-125m")
 
 
-@pytest.mark.parametrize("name", ["", "a/b/c", "nobody/nothing"])
-def test_a_model_that_the_hub_does_not_give_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["", "nobody/nothing"])
+def test_a_model_that_the_hub_does_not_give_is_refused(name):
     with pytest.raises(UserError, match=f"the Hugging Face Hub gave no model '{name}': ") as refusal:
         fetch_model(Path(f"hf:{name}"))
+
     assert "\n" not in str(refusal.value)

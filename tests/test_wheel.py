@@ -14,15 +14,24 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> ZipFile:
+def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    build = [
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "-t",
+        "wheel",
+        "-d",
+        str(folder),
+    ]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     (path,) = folder.glob("*.whl")
     return ZipFile(path)
 
 
-def test_the_wheel_holds_every_file_of_the_package(wheel: ZipFile) -> None:
+def test_the_wheel_holds_every_file_of_the_package(wheel):
     folder = ROOT / "src"
     files = (path for path in (folder / "metatokens").rglob("*") if path.is_file() and path.suffix != ".pyc")
     shipped = {name for name in wheel.namelist() if ".dist-info/" not in name}
@@ -30,7 +39,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: ZipFile) -> None:
     assert "metatokens/py.typed" in shipped
 
 
-def test_a_users_program_is_checked_with_the_packages_types(wheel: ZipFile, tmp_path: Path) -> None:
+def test_a_users_program_is_checked_with_the_packages_types(wheel, tmp_path):
     venv.create(tmp_path / "venv", with_pip=False)
     wheel.extractall(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")}))
     program = tmp_path / "program.py"
@@ -43,7 +52,14 @@ def test_a_users_program_is_checked_with_the_packages_types(wheel: ZipFile, tmp_
         "    return encode_prompt(tokenizer, 'a _PAUSE_')\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "MYPYPATH"}
-    check = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(tmp_path / "venv/bin/python")]
+    check = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--python-executable",
+        str(tmp_path / "venv/bin/python"),
+    ]
     line = [*check, "--cache-dir", str(tmp_path / "cache"), program.name]
     done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout.splitlines() == [
