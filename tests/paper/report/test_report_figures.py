@@ -81,7 +81,7 @@ def test_what_was_not_measured_has_no_figure(tmp_path):
     ):
         assert draw(bare).axes == []
     assert figures.held(bare).axes == []
-    assert figures.forest(not_run).axes == []
+    assert figures.forest_plot(not_run).axes == []
 
 
 def test_the_loss_on_each_task_is_that_of_its_shortest_prompts(tmp_path):
@@ -120,7 +120,7 @@ def test_the_forest_has_the_interval_of_every_claim(width, judged):
         expected_arrows += (abs(low) > EDGE) + (abs(high) > EDGE)
     assert len(judged) > 5
 
-    [axes] = figures.forest(judged, width).axes
+    [axes] = figures.forest_plot(judged, width).axes
 
     drawn = [list(line.get_xdata()) for line in axes.lines]
     intervals = [ends for ends in drawn if len(ends) == 2]
@@ -144,8 +144,8 @@ def test_verdicts_differ_in_colour_and_in_shape():
 
 
 def test_equal_figures_give_equal_bytes(judged):
-    first = png(figures.forest(judged[:3]))
-    second = png(figures.forest(judged[:3]))
+    first = png(figures.forest_plot(judged[:3]))
+    second = png(figures.forest_plot(judged[:3]))
 
     assert first == second
     assert first.startswith(b"\x89PNG")

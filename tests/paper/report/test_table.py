@@ -9,7 +9,7 @@ import pytest
 from markupsafe import Markup
 
 from metatokens.paper.report import figures
-from metatokens.paper.report.table import Cell, Table, models, tabulate
+from metatokens.paper.report.table import Cell, Table, make_table, models
 from metatokens.paper.report.tables import STEPS, Tables
 from metatokens.paper.report.text import Form
 from tests.paper.report.made_lines import (
@@ -46,7 +46,7 @@ def test_a_cell_of_several_runs_and_of_one(read):
     inputs = read([*runs("meta", 0.9, 0.8, 0.7), *runs("gpt2", 0.5), *runs("twin", 0.6, 0.6)])
     rows = {model: {**PARITY, "model": model} for model in ("meta", "gpt2", "twin", "pause")}
 
-    table = tabulate(inputs, "Title", "model", rows, AT_512)
+    table = make_table(inputs, "Title", "model", rows, AT_512)
 
     assert table.rows == [
         ("meta", shown_mean([0.9, 0.8, 0.7]), "50.0"),
@@ -61,7 +61,7 @@ def test_a_cell_of_several_runs_and_of_one(read):
 
 
 def test_each_run_is_shown_when_asked_for(read):
-    table = tabulate(read(runs("meta", 0.9, 0.8)), "", "", META, AT_512, by_seed=True)
+    table = make_table(read(runs("meta", 0.9, 0.8)), "", "", META, AT_512, by_seed=True)
 
     assert table.rows[0][1] == (shown_mean([0.9, 0.8]), "runs 90.0 80.0")
 
@@ -90,7 +90,7 @@ def test_the_best_shortcut_is_a_row_where_lengths_are_columns(read):
         ]
     )
 
-    table = tabulate(inputs, "", "", META, {"256": {"length": 256}} | AT_512)
+    table = make_table(inputs, "", "", META, {"256": {"length": 256}} | AT_512)
 
     assert table.rows[1:] == [
         ("best shortcut", "52.0", "60.0"),
