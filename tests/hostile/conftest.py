@@ -29,16 +29,40 @@ def clean():
 
 @contextmanager
 def _clean() -> Iterator[None]:
+    try:
+        with _in_time():
+            yield
+    except UserError as error:
+        _check_sentence(error)
+
+
+@pytest.fixture(scope="session")
+def refuses():
+    """Surrounds a call that a `UserError` must refuse, soon, in one sentence that matches."""
+    return _refuses
+
+
+@contextmanager
+def _refuses(match: str = "") -> Iterator[None]:
+    with pytest.raises(UserError, match=match) as refusal, _in_time():
+        yield
+    _check_sentence(refusal.value)
+
+
+def _check_sentence(error: UserError) -> None:
+    sentence = str(error)
+    assert sentence.endswith("."), sentence
+    assert "\n" not in sentence, sentence
+
+
+@contextmanager
+def _in_time() -> Iterator[None]:
     handler_of_computing = signal.signal(signal.SIGPROF, _hung)
     handler_of_waiting = signal.signal(signal.SIGALRM, _hung)
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     signal.setitimer(signal.ITIMER_REAL, WAITING)
     try:
         yield
-    except UserError as error:
-        sentence = str(error)
-        assert sentence.endswith("."), sentence
-        assert "\n" not in sentence, sentence
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)

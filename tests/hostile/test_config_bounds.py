@@ -52,17 +52,11 @@ def with_fields(folder: Path, target: Path, **fields: Any) -> Path:
     ],
     ids=str,
 )
-def test_impossible_sizes_are_refused_and_nothing_is_allocated(kind, fields, models, tmp_path, clean):
+def test_impossible_sizes_are_refused_and_nothing_is_allocated(kind, fields, models, tmp_path, refuses):
     folder = with_fields(models[kind], tmp_path / "model", **fields)
     before = most_memory()
 
-    with (
-        clean(),
-        pytest.raises(
-            UserError,
-            match=r"is not a model configuration|the weights in .* cannot be read",
-        ),
-    ):
+    with refuses(r"is not a model configuration|the weights in .* cannot be read"):
         load_model(folder)
 
     assert most_memory() - before < 32 * 1024  # 10^8 parameters take 400 MB
@@ -114,17 +108,14 @@ def test_a_trillion_parameters_in_a_process_of_its_own(models, tmp_path, forked)
     ],
     ids=str,
 )
-def test_recipes_are_bounded_too(settings, small_store, tmp_path, clean):
+def test_recipes_are_bounded_too(settings, small_store, tmp_path, refuses):
     before = most_memory()
 
     def run() -> None:
         recipe = load_recipe(PretrainRecipe, "demo", [f"data.tokens={small_store.path}", *settings])
         pretrain(recipe, tmp_path / "out")
 
-    with (
-        clean(),
-        pytest.raises(UserError, match=r"memory has|layers; allowed are|model\.(hidden|num)_"),
-    ):
+    with refuses(r"memory has|layers; allowed are|model\.(hidden|num)_"):
         run()
 
     assert most_memory() - before < 32 * 1024
@@ -150,11 +141,11 @@ def weights_with(**changes: object) -> bytes:
     ],
     ids=["empty", "endless", "a list", "deep", "beyond the file", "a huge shape"],
 )
-def test_headers_that_lie(content, models, tmp_path, clean):
+def test_headers_that_lie(content, models, tmp_path, refuses):
     folder = with_fields(models["meta_gpt2"], tmp_path / "model")
     (folder / "model.safetensors").write_bytes(content)
 
-    with clean(), pytest.raises(UserError, match="the weights in"):
+    with refuses("the weights in"):
         load_model(folder)
 
 
@@ -163,11 +154,11 @@ def test_headers_that_lie(content, models, tmp_path, clean):
     [b"[" * 100_000, b'{"x": 1, ' + b" " * 2**20 + b"}"],
     ids=["deep", "large"],
 )
-def test_a_configuration_that_is_a_bomb(content, models, tmp_path, clean):
+def test_a_configuration_that_is_a_bomb(content, models, tmp_path, refuses):
     folder = with_fields(models["meta_gpt2"], tmp_path / "model")
     (folder / "config.json").write_bytes(content)
 
-    with clean(), pytest.raises(UserError, match="is not a model configuration"):
+    with refuses("is not a model configuration"):
         load_model(folder)
 
 
@@ -195,9 +186,9 @@ def billion_laughs() -> str:
     ],
     ids=["laughs", "endless", "deep", "large", "code", "digits"],
 )
-def test_a_recipe_that_is_a_bomb(text, said, tmp_path, clean):
+def test_a_recipe_that_is_a_bomb(text, said, tmp_path, refuses):
     path = tmp_path / "bomb.yaml"
     path.write_text(text)
 
-    with clean(), pytest.raises(UserError, match=said):
+    with refuses(said):
         load_recipe(PretrainRecipe, str(path))

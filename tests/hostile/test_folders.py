@@ -12,7 +12,6 @@ from metatokens import checkpoint
 from metatokens.checkpoint import MANIFEST, load_model, verify_manifest, write_manifest
 from metatokens.data.store import TokenStore
 from metatokens.data.writing import write_token_store
-from metatokens.errors import UserError
 from metatokens.paper.run_log import LOG, RunLog
 from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import last_good_checkpoint
@@ -53,23 +52,20 @@ def names_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_a_manifest_that_names_other_files(name, tmp_path, clean, monkeypatch):
+def test_a_manifest_that_names_other_files(name, tmp_path, refuses, monkeypatch):
     manifest = {"sha256": {name: "0" * 64}}
     (tmp_path / MANIFEST).write_text(json.dumps(manifest))
     hashed: list[Path] = []
     monkeypatch.setattr(checkpoint, "file_sha256", hashed.append)
 
-    with (
-        clean(),
-        pytest.raises(UserError, match="is missing: the checkpoint is not complete"),
-    ):
+    with refuses("is missing: the checkpoint is not complete"):
         verify_manifest(tmp_path)
 
     assert hashed == []
 
 
 @pytest.mark.parametrize("name", ["../../outside", "/etc/hostname", "merges\0", "x" * 5_000])
-def test_a_token_store_that_names_other_files(name, small_store, tmp_path, clean, monkeypatch):
+def test_a_token_store_that_names_other_files(name, small_store, tmp_path, refuses, monkeypatch):
     folder = shutil.copytree(small_store.path, tmp_path / "tokens")
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_bytes(seal(manifest | {"tokenizer": {name: "0" * 64}}))
@@ -81,32 +77,32 @@ def test_a_token_store_that_names_other_files(name, small_store, tmp_path, clean
         return open_file(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", note)
-    with clean(), pytest.raises(UserError):
+    with refuses():
         _ = TokenStore.open(folder).tokenizer
 
     for path in opened:
         assert os.path.abspath(path).startswith(str(folder))
 
 
-def test_a_fifo_does_not_stop_the_reader(model, clean):
+def test_a_fifo_does_not_stop_the_reader(model, refuses):
     (model / MANIFEST).unlink()
     (model / "model.safetensors").unlink()
     os.mkfifo(model / "model.safetensors")
 
-    with clean(), pytest.raises(UserError, match=r"the weights in .* cannot be read"):
+    with refuses(r"the weights in .* cannot be read"):
         load_model(model)
 
 
-def test_a_link_without_end_does_not_stop_the_reader(model, clean):
+def test_a_link_without_end_does_not_stop_the_reader(model, refuses):
     (model / MANIFEST).unlink()
     (model / "model.safetensors").unlink()
     (model / "model.safetensors").symlink_to("/dev/zero")
 
-    with clean(), pytest.raises(UserError, match=r"the weights in .* cannot be read"):
+    with refuses(r"the weights in .* cannot be read"):
         load_model(model)
 
 
-def test_shards_outside_the_folder_are_not_read(model, clean):
+def test_shards_outside_the_folder_are_not_read(model, refuses):
     (model / MANIFEST).unlink()
     (model / "model.safetensors").rename(model.parent / "outside.safetensors")
     index = {
@@ -115,10 +111,7 @@ def test_shards_outside_the_folder_are_not_read(model, clean):
     }
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
 
-    with (
-        clean(),
-        pytest.raises(UserError, match=r"not complete: there is no \.\./outside\.safetensors"),
-    ):
+    with refuses(r"not complete: there is no \.\./outside\.safetensors"):
         load_model(model)
 
 
