@@ -12,7 +12,7 @@ def test_a_base_is_named_from_a_folder_that_has_nothing_in_common_with_its_own()
     assert relative_base_name(far, "someone/base") == "someone/base"
 
 
-def test_a_base_behind_links_is_resolve_base_where_it_is_named(tmp_path):
+def test_a_base_behind_links_is_found_from_where_it_is_named(tmp_path):
     for folder in ("base", "elsewhere/deep", "written/run"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "base")

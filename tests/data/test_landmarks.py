@@ -235,30 +235,6 @@ def test_a_part_of_a_text_has_the_landmarks_of_the_whole(text, start, size, rule
     assert part.tolist() == landmarks(ids)[start:end].tolist()
 
 
-@pytest.mark.parametrize(
-    ("blanks", "lines"),
-    [
-        ("\t\r" * 16, 3),
-        ("\t\r" * 16 + "\t", 1),
-        ("\u3000" * 10 + "\x85", 3),
-        ("\u3000" * 11, 1),
-    ],
-)
-@pytest.mark.parametrize("rule", RULES)
-def test_a_line_may_end_in_32_bytes_of_blanks_of_which_a_part_sees_all(rule, blanks, lines, tokenizer):
-    ids = ids_of(tokenizer, f"(Prof.{blanks}\n{blanks}\nOne.{blanks}\n{blanks}\nEnd\n")
-    landmarks = Landmarks(tokenizer, rule)
-    assert len(ids) > BEFORE + AFTER
-
-    behind = landmarks(ids).tolist()
-
-    assert sum(behind) == {"line": lines, "paragraph": lines - 1, "sentence": 1}[rule]
-    for position, is_end in enumerate(behind):
-        before = max(0, position - BEFORE)
-        part = landmarks(ids[before : position + 1 + AFTER])
-        assert part[position - before] == is_end
-
-
 @pytest.mark.parametrize("rule", [*RULES, "every:2"])
 @given(segments=st.lists(drawn, min_size=1, max_size=4))
 def test_meta_tokens_that_are_there_stay_and_change_nothing_for_the_text(segments, rule, tokenizer):
