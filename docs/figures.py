@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -43,45 +43,61 @@ COVERED = ("pause", "twin", "meta")  # the models that have meta-tokens from pre
 LABELS = {Markup(f"`{model}`, {kind}"): model for model, kind in KINDS.items()}
 SMALL: Fields = {"position_embedding": "rope"}
 AT_128: Fields = {**SMALL, "train_length": 128, "length": 128}
-FOUND = (512, 2048, 8192)  # tokens of the texts that facts are looked for in
+
+
+class Arm(NamedTuple):
+    """A model of results/forget: its recipe, without `forget/`, and how it keeps text."""
+
+    recipe: str
+    model: str
+
+
+BASE = Arm("full-1-1-untrained", "full")
+FULL_CACHE = Arm("full-1-1-brief", "full")
+WINDOW = Arm("window-1-8-brief", "window")
+BLOCKS = Arm("window-1-8-full-18-23-brief", "window")
+BLOCKS_ON_PROSE = Arm("window-1-8-prose-full-18-23-brief", "window")
+BLOCKS_TOWARDS_BASE = Arm("window-1-8-teacher-prose-full-18-23-brief", "window")
+BLOCKS_AND_LANDMARKS = Arm("tokens-1-8-sentence-full-18-23-brief", "tokens")
+OTHER_BLOCKS = Arm("window-1-8-full-9-20-brief", "window")
+BLOCKS_UNTRAINED = Arm("window-1-8-untrained-full-18-23", "window")
+LONG_WINDOW = Arm("window-1-8", "window")  # 1,500 steps; those above have 120
 FULL_BLOCKS = {
-    "the base, full cache": ("full-1-1-untrained", "full"),
-    "full cache, trained alike": ("full-1-1-brief", "full"),
-    "a window of 60 in all blocks": ("window-1-8-brief", "window"),
-    "**blocks 18 and 23 full**, a window of 28": ("window-1-8-full-18-23-brief", "window"),
-    "the same, trained on prose alone": ("window-1-8-prose-full-18-23-brief", "window"),
-    "the same, on prose, towards the base": ("window-1-8-teacher-prose-full-18-23-brief", "window"),
-    "blocks 18 and 23 full, landmarks after sentences, a window of 9": (
-        "tokens-1-8-sentence-full-18-23-brief",
-        "tokens",
-    ),
-    "blocks 9 and 20 full, a window of 28": ("window-1-8-full-9-20-brief", "window"),
-    "blocks 18 and 23 full, untrained": ("window-1-8-untrained-full-18-23", "window"),
+    "the base, full cache": BASE,
+    "full cache, trained alike": FULL_CACHE,
+    "a window of 60 in all blocks": WINDOW,
+    "**blocks 18 and 23 full**, a window of 28": BLOCKS,
+    "the same, trained on prose alone": BLOCKS_ON_PROSE,
+    "the same, on prose, towards the base": BLOCKS_TOWARDS_BASE,
+    "blocks 18 and 23 full, landmarks after sentences, a window of 9": BLOCKS_AND_LANDMARKS,
+    "blocks 9 and 20 full, a window of 28": OTHER_BLOCKS,
+    "blocks 18 and 23 full, untrained": BLOCKS_UNTRAINED,
 }
-HELD_OUT = {"emma": "Emma", "dracula": "Dracula", "c4": "C4"}
+FORGETTING = {
+    "the base, full cache": BASE,
+    "a window, untrained": Arm("window-1-8-untrained", "window"),
+    "StreamingLLM, untrained": Arm("press-1-8", "streaming"),
+    "Knorm, untrained": Arm("press-1-8", "knorm"),
+    "SnapKV, untrained": Arm("press-1-8", "snapkv"),
+    "expected attention, untrained": Arm("press-1-8", "expected"),
+    "a window": LONG_WINDOW,
+    "landmarks every 16 tokens, a window of 30": Arm("tokens-1-8", "tokens"),
+    "landmarks after sentences, a window of 43": Arm("tokens-1-8-sentence", "tokens"),
+    "the same, with meta-attention": Arm("meta-1-8-sentence", "meta"),
+}
 OTHER_FACTS = {
-    "the base, full cache": ("full-1-1-untrained", "full"),
-    "full cache, trained alike": ("full-1-1-brief", "full"),
-    "blocks 18 and 23 full, a window of 28": ("window-1-8-full-18-23-brief-float32", "window"),
+    "the base, full cache": BASE,
+    "full cache, trained alike": FULL_CACHE,
+    "blocks 18 and 23 full, a window of 28": Arm("window-1-8-full-18-23-brief-float32", "window"),
 }
-FORMS = {  # of facts
+FACTS = {  # by task, as a reader sees them
     "facts": "as trained",
     "facts_cities": "unseen cities",
     "facts_wording": "another wording",
     "facts_question": "another question",
 }
-FORGETTING = {
-    "the base, full cache": ("full-1-1-untrained", "full"),
-    "a window, untrained": ("window-1-8-untrained", "window"),
-    "StreamingLLM, untrained": ("press-1-8", "streaming"),
-    "Knorm, untrained": ("press-1-8", "knorm"),
-    "SnapKV, untrained": ("press-1-8", "snapkv"),
-    "expected attention, untrained": ("press-1-8", "expected"),
-    "a window": ("window-1-8", "window"),
-    "landmarks every 16 tokens, a window of 30": ("tokens-1-8", "tokens"),
-    "landmarks after sentences, a window of 43": ("tokens-1-8-sentence", "tokens"),
-    "the same, with meta-attention": ("meta-1-8-sentence", "meta"),
-}
+TEXT_LENGTHS = (512, 2048, 8192)  # of the texts with facts
+EXCERPTS = {"emma": "Emma", "dracula": "Dracula", "c4": "C4"}  # by the beginning of their names
 
 GREYED = ("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "text.color")
 GREY = "#7d8590"  # which a white and a dark page show
@@ -218,23 +234,28 @@ def long_texts() -> str:
 
 
 @cache
-def forget() -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """SmolLM2-135M that forgets: lines on prose, on facts, and on tasks."""
-    lines = pd.read_json(ROOT / "results/forget/results.jsonl.gz", lines=True)
-    prose = lines[lines.metric == "perplexity"].assign(loss=lambda those: np.log(those.value))
-    return prose, lines[lines.task.isin(FORMS)], lines[lines.task.isin(TASKS)]
+def lines_on_forgetting() -> pd.DataFrame:
+    """The lines of SmolLM2-135M that forgets."""
+    return pd.read_json(ROOT / "results/forget/results.jsonl.gz", lines=True)
 
 
-def of_arm(lines: pd.DataFrame, arm: tuple[str, str]) -> pd.DataFrame:
+def lines_on_prose() -> pd.DataFrame:
+    """Those on prose, with the loss."""
+    lines = lines_on_forgetting()
+    prose = lines[lines.metric == "perplexity"]
+    return prose.assign(loss=np.log(prose.value))
+
+
+def of_arm(lines: pd.DataFrame, arm: Arm) -> pd.DataFrame:
     """The lines of an arm, all its seeds."""
-    return lines[(lines.recipe == f"forget/{arm[0]}") & (lines.model == arm[1])]
+    return lines[(lines.recipe == f"forget/{arm.recipe}") & (lines.model == arm.model)]
 
 
-def lost(arm: tuple[str, str], to: tuple[str, str]) -> pd.Series:
+def lost(arm: Arm, reference: Arm) -> pd.Series:
     """What an arm loses to another on each excerpt, nats, in the mean of its seeds."""
-    prose, *_ = forget()
-    one, other = (of_arm(prose, which).groupby("text").loss.mean() for which in (arm, to))
-    return (one - other).dropna()
+    prose = lines_on_prose()
+    loss, reference_loss = (of_arm(prose, each).groupby("text").loss.mean() for each in (arm, reference))
+    return (loss - reference_loss).dropna()
 
 
 def plus_minus(values: pd.Series, form: str) -> str:
@@ -243,96 +264,108 @@ def plus_minus(values: pd.Series, form: str) -> str:
     return f"{values.mean():+{form}} \u00b1 {half:{form}}".replace("-", "\u2212") if half else "0"
 
 
-def found(arm: tuple[str, str], length: int, form: str = "facts") -> tuple[float, float, float]:
+def lines_on_facts(arm: Arm, length: int, task: str = "facts") -> pd.DataFrame:
+    """An arm's lines on facts in texts of a length."""
+    lines = of_arm(lines_on_forgetting(), arm)
+    return lines[(lines.length == length) & (lines.task == task)]
+
+
+def facts_found(arm: Arm, length: int, task: str = "facts") -> tuple[float, float, float]:
     """The share of the facts that an arm finds, %, over its seeds, and Wilson's interval."""
-    lines = of_arm(forget()[1], arm)
-    own = lines[(lines.length == length) & (lines.task == form)]
-    right, asked = round((own.value * own.n).sum()), int(own.n.sum())
+    lines = lines_on_facts(arm, length, task)
+    right, asked = round((lines.value * lines.n).sum()), int(lines.n.sum())
     low, high = wilson_interval(right, asked)
     return 100 * right / asked, 100 * low, 100 * high
 
 
-def share_found(arm: tuple[str, str], length: int, form: str = "facts") -> str:
+def share_found(arm: Arm, length: int, task: str = "facts") -> str:
     """The same as a cell of a table."""
-    return "{:.1f} ({:.0f} to {:.0f})".format(*found(arm, length, form))
+    share, low, high = facts_found(arm, length, task)
+    return f"{share:.1f} ({low:.0f} to {high:.0f})"
 
 
-def forgetting(arms: Mapping[str, tuple[str, str]], to: str) -> str:
-    """SmolLM2-135M that forgets text, by what it keeps: prose minus an arm with a window, and facts found."""
-    prose, facts, _ = forget()
+def share_found_by_text(arm: Arm) -> pd.Series:
+    """The share of facts that an arm finds in each text of 512 tokens, in the mean of its seeds."""
+    hits = np.stack([unpack_hits(line.hits, line.n) for line in lines_on_facts(arm, 512).itertuples()])
+    return pd.Series(hits.reshape(len(hits), -1, 8).mean(axis=(0, 2)))
+
+
+def share_kept(lines: pd.DataFrame) -> str:
+    """The share of the keys and values that is kept, %."""
+    return f"{100 * lines.kv_kept.mean():.1f}"
+
+
+def smaller_cache() -> str:
+    """What an eighth of the keys and values keeps, next to all of them."""
+    arms = {
+        "the base, full cache": BASE,
+        "full cache, trained": FULL_CACHE,
+        "a window in all blocks, trained": WINDOW,
+        "two full blocks, untrained": BLOCKS_UNTRAINED,
+        "**two full blocks, trained**": BLOCKS,
+    }
     rows = []
     for label, arm in arms.items():
-        kept = [of_arm(prose, arm), of_arm(facts, arm).query("length == 8192 and task == 'facts'")]
-        cells = (share_found(arm, length) for length in FOUND)
-        shares = (f"{100 * one.kv_kept.mean():.1f}" for one in kept)
-        rows.append((Markup(label), " / ".join(shares), plus_minus(lost(arm, (to, "window")), ".3f"), *cells))
-    heads = (f"facts at {number(length)} tokens, %" for length in FOUND)
+        kept = share_kept(of_arm(lines_on_prose(), arm))
+        rows.append((Markup(label), kept, share_found(arm, 512), plus_minus(lost(arm, FULL_CACHE), ".3f")))
+    heads = "keys and values kept, %", "facts found, %", "loss of prose, nats a token"
+    return Table("", ("texts of 512 tokens", *heads), rows).markdown()
+
+
+def forgetting(arms: Mapping[str, Arm], reference: Arm) -> str:
+    """What arms keep, their loss on prose minus that of a reference, and the facts that they find."""
+    rows = []
+    for label, arm in arms.items():
+        kept = share_kept(of_arm(lines_on_prose(), arm)), share_kept(lines_on_facts(arm, 8192))
+        cells = (share_found(arm, length) for length in TEXT_LENGTHS)
+        rows.append((Markup(label), " / ".join(kept), plus_minus(lost(arm, reference), ".3f"), *cells))
+    heads = (f"facts at {number(length)} tokens, %" for length in TEXT_LENGTHS)
     return Table("", ("", "KV kept of 512 / 8,192, %", "prose, nats", *heads), rows).markdown()
 
 
 def full_differences() -> str:
     """What full blocks, landmarks, and the choice of blocks change: prose by excerpt, facts by text."""
-    _, limit, alone, full, prose, teacher, landmarks, other, _ = FULL_BLOCKS.values()
+    compared = {
+        "blocks 18 and 23 full, minus full cache, trained alike": (BLOCKS, FULL_CACHE),
+        "blocks 18 and 23 full, minus a window in all blocks": (BLOCKS, WINDOW),
+        "prose alone, minus facts and prose": (BLOCKS_ON_PROSE, BLOCKS),
+        "prose alone towards the base, minus the next token's loss": (BLOCKS_TOWARDS_BASE, BLOCKS_ON_PROSE),
+        "landmarks too, minus without": (BLOCKS_AND_LANDMARKS, BLOCKS),
+        "blocks 18 and 23, minus 9 and 20": (BLOCKS, OTHER_BLOCKS),
+    }
     rows = []
-    for label, (one, than) in {
-        "blocks 18 and 23 full, minus full cache, trained alike": (full, limit),
-        "blocks 18 and 23 full, minus a window in all blocks": (full, alone),
-        "prose alone, minus facts and prose": (prose, full),
-        "prose alone towards the base, minus the next token's loss": (teacher, prose),
-        "landmarks too, minus without": (landmarks, full),
-        "blocks 18 and 23, minus 9 and 20": (full, other),
-    }.items():
-        more, texts = lost(one, than), [facts_by_text(arm) for arm in (one, than)]
-        parts = (plus_minus(more[more.index.str.startswith(text)], ".3f") for text in HELD_OUT)
-        rows.append((label, plus_minus(100 * (texts[0] - texts[1]), ".1f"), plus_minus(more, ".3f"), *parts))
-    heads = "facts at 512 tokens, points", "prose, nats", *HELD_OUT.values()
+    for label, (arm, reference) in compared.items():
+        facts = 100 * (share_found_by_text(arm) - share_found_by_text(reference))
+        prose = lost(arm, reference)
+        parts = (plus_minus(prose[prose.index.str.startswith(text)], ".3f") for text in EXCERPTS)
+        rows.append((label, plus_minus(facts, ".1f"), plus_minus(prose, ".3f"), *parts))
+    heads = "facts at 512 tokens, points", "prose, nats", *EXCERPTS.values()
     return Table("", ("", *heads), rows).markdown()
 
 
 def other_facts() -> str:
     """Facts unlike those of the training that SmolLM2-135M finds in 512 tokens."""
-    rows = [(label, *(share_found(arm, 512, form) for form in FORMS)) for label, arm in OTHER_FACTS.items()]
-    return Table("", ("facts at 512 tokens, %", *FORMS.values()), rows).markdown()
-
-
-def smaller_cache() -> str:
-    """What an eighth of the keys and values keeps, next to all of them."""
-    prose, *_ = forget()
-    base, full_cache, window, full_blocks, *_, untrained = FULL_BLOCKS.values()
-    rows = []
-    for label, arm in {
-        "the base, full cache": base,
-        "full cache, trained": full_cache,
-        "a window in all blocks, trained": window,
-        "two full blocks, untrained": untrained,
-        "**two full blocks, trained**": full_blocks,
-    }.items():
-        share = f"{100 * of_arm(prose, arm).kv_kept.mean():.1f}"
-        rows.append((Markup(label), share, share_found(arm, 512), plus_minus(lost(arm, full_cache), ".3f")))
-    heads = "keys and values kept, %", "facts found, %", "loss of prose, nats a token"
-    return Table("", ("texts of 512 tokens", *heads), rows).markdown()
-
-
-def facts_by_text(arm: tuple[str, str]) -> pd.Series:
-    """The share of facts that an arm finds in each text of 512 tokens, in the mean of its seeds."""
-    own = of_arm(forget()[1], arm).query("length == 512 and task == 'facts'")
-    hits = np.stack([unpack_hits(one.hits, one.n) for one in own.itertuples()])
-    return pd.Series(hits.reshape(len(hits), -1, 8).mean(axis=(0, 2)))
+    rows = [(label, *(share_found(arm, 512, task) for task in FACTS)) for label, arm in OTHER_FACTS.items()]
+    return Table("", ("facts at 512 tokens, %", *FACTS.values()), rows).markdown()
 
 
 def forgetting_tasks() -> str:
-    """SmolLM2-135M that forgets text: the four tasks, and the best rule that does not do them."""
-    *_, lines = forget()
-    best = lines[lines.metric == "shortcut"].sort_values("value").groupby("task").last()
-    rows = {"the best shortcut": best}
+    """The four tasks, and the best rule that does not do them."""
+    lines = lines_on_forgetting()
+    lines = lines[lines.task.isin(TASKS)]
+    best_shortcut = lines[lines.metric == "shortcut"].sort_values("value").groupby("task").last()
+    by_label = {"the best shortcut": best_shortcut}
     for label, arm in FORGETTING.items():
-        own = of_arm(lines, arm)
-        rows |= {label: own.set_index("task")} if len(own) else {}
-    shown = []
-    for label, own in rows.items():
-        ends = (100 * own.loc[task, ["value", "low", "high"]] for task in TASKS)
-        shown.append((label, *(f"{one.value:.0f} ({one.low:.0f} to {one.high:.0f})" for one in ends)))
-    return Table("", ("exactly right, in %", *(name(task).lower() for task in TASKS)), shown).markdown()
+        measured = of_arm(lines, arm)
+        if len(measured):
+            by_label[label] = measured.set_index("task")
+    rows = []
+    for label, by_task in by_label.items():
+        estimates = [100 * by_task.loc[task, ["value", "low", "high"]] for task in TASKS]
+        cells = (f"{estimate.value:.0f} ({estimate.low:.0f} to {estimate.high:.0f})" for estimate in estimates)
+        rows.append((label, *cells))
+    heads = (name(task).lower() for task in TASKS)
+    return Table("", ("exactly right, in %", *heads), rows).markdown()
 
 
 def forgetting_cost() -> str:
@@ -378,8 +411,8 @@ FIGURES = {
     )
 }  # fmt: skip
 FIGURES |= {
-    "full_blocks": partial(forgetting, FULL_BLOCKS, "window-1-8-brief"),
-    "forgetting": partial(forgetting, FORGETTING, "window-1-8"),
+    "full_blocks": partial(forgetting, FULL_BLOCKS, WINDOW),
+    "forgetting": partial(forgetting, FORGETTING, LONG_WINDOW),
 }
 
 
@@ -418,14 +451,14 @@ def draw_covered(figure: SubFigure) -> None:
     axis = figure.subplots()
     looks = {"": ("the text in sight", -0.2, 0.35), "landmarks_alone": ("the text covered", 0.2, 1.0)}
     for intervention, (label, shift, opacity) in looks.items():
-        for place, model in enumerate(COVERED):
+        for x, model in enumerate(COVERED):
             where = {**SMALL, **AT_128, "task": "list_recall", "model": model, "intervention": intervention}
             mean, low, high = (100 * end for end in Cell.of(run().select(**where)).estimate())
             colour = STYLES[model].colour
-            axis.bar(place + shift, mean, 0.36, color=colour, alpha=opacity)
-            axis.errorbar(place + shift, mean, [[mean - low], [high - mean]], color=GREY, capsize=4)
+            axis.bar(x + shift, mean, 0.36, color=colour, alpha=opacity)
+            axis.errorbar(x + shift, mean, [[mean - low], [high - mean]], color=GREY, capsize=4)
             axis.annotate(
-                f"{mean:.1f}", (place + shift, high), (0, 4), textcoords="offset points", ha="center", fontsize=9.5
+                f"{mean:.1f}", (x + shift, high), (0, 4), textcoords="offset points", ha="center", fontsize=9.5
             )
         axis.bar(0, 0, color=GREY, alpha=opacity, label=label)
     axis.set_xticks(range(len(COVERED)), COVERED)
@@ -460,20 +493,20 @@ def draw_lengths(figure: SubFigure) -> None:
 def draw_full_blocks(path: Path) -> None:
     """Draw how many facts SmolLM2-135M finds at an eighth of the keys and values, by the length of the text."""
     looks = {
-        "the base, full cache": ("full-1-1-untrained", "full", GREY, "s:"),
-        "the same, trained": ("full-1-1-brief", "full", GREY, "^--"),
-        "blocks 18 and 23 full": ("window-1-8-full-18-23-brief", "window", "#d9640f", "o-"),
-        "a window": ("window-1-8-brief", "window", "#3f8f5a", "v-"),
-        "SnapKV, untrained": ("press-1-8", "snapkv", "#2a86c7", "D--"),
+        "the base, full cache": (BASE, GREY, "s:"),
+        "the same, trained": (FULL_CACHE, GREY, "^--"),
+        "blocks 18 and 23 full": (BLOCKS, "#d9640f", "o-"),
+        "a window": (WINDOW, "#3f8f5a", "v-"),
+        "SnapKV, untrained": (FORGETTING["SnapKV, untrained"], "#2a86c7", "D--"),
     }
-    shown = {length: number(length) for length in (512, 1024, 2048, 4096, 8192)}
+    ticks = {length: number(length) for length in (512, 1024, 2048, 4096, 8192)}
     with drawing(path, (6, 3.2)) as figure:
         axis = figure.subplots()
-        for label, (recipe, model, colour, form) in looks.items():
-            middle, low, high = zip(*(found((recipe, model), length) for length in shown), strict=True)
-            axis.plot([*shown], middle, form, color=colour, label=label)
-            axis.fill_between([*shown], low, high, color=colour, alpha=0.15, linewidth=0)
-        set_logarithmic(axis, shown)
+        for label, (arm, colour, form) in looks.items():
+            share, low, high = zip(*(facts_found(arm, length) for length in ticks), strict=True)
+            axis.plot([*ticks], share, form, color=colour, label=label)
+            axis.fill_between([*ticks], low, high, color=colour, alpha=0.15, linewidth=0)
+        set_logarithmic(axis, ticks)
         axis.set(xlabel="tokens of the text", ylabel="facts found, %", ylim=(-3, 103))
         axis.legend(frameon=False, labelcolor=GREY, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1))
 
@@ -489,8 +522,8 @@ def draw_forgetting(path: Path) -> None:
         "a window or all text, 120 steps": (r"(window-1-8|full-1-1)-brief", "#3f8f5a", "x--"),
         "full blocks, 120 steps": (r".*-full-\d+-\d+-brief", "#d9640f", "+"),
     }
-    prose, *_ = forget()
-    base = of_arm(prose, FULL_BLOCKS["the base, full cache"]).set_index("text").loss
+    prose = lines_on_prose()
+    base = of_arm(prose, BASE).set_index("text").loss
     prose = prose.assign(lost=prose.loss - prose.text.map(base))
     with drawing(path, (6, 5)) as figure:
         axis = figure.subplots()
