@@ -26,9 +26,10 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 from metatokens.errors import UserError
-from metatokens.model.cache import InsertedTokens, give
+from metatokens.model.cache import InsertedTokens
 from metatokens.model.configuration import MetaGPT2Config, never_generated
 from metatokens.model.continuous_batching import MetaManager, further_layers
+from metatokens.model.mixins import add_mixin
 from metatokens.model.positions import check_length, check_positions, position_ids_from_mask, steady_length
 from metatokens.model.releases import CACHE, PEFTS_CACHE, cache_among, check_learned_prompts, with_cache_renamed
 
@@ -181,7 +182,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         if meta_every is not None:
             settings.use_async_batching = False  # its next batch would begin before it is known what is inserted
         manager = super().init_continuous_batching(generation_config, settings, *args, **kwargs)
-        give(manager, MetaManager)
+        add_mixin(manager, MetaManager)
         manager.meta_every = meta_every
         return manager
 
@@ -302,7 +303,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         """Record in a cache where meta-tokens are inserted; return how many tokens it holds."""
         if cache is None:
             return 0
-        give(cache, InsertedTokens)
+        add_mixin(cache, InsertedTokens)
         cache.inserted = sequence.text_before
         if inputs.get("is_first_iteration"):
             cache.hide(sequence.mask)
