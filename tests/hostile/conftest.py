@@ -43,7 +43,7 @@ def refuses():
 
 
 @contextmanager
-def _refuses(match: str = "") -> Iterator[None]:
+def _refuses(match: str | None = None) -> Iterator[None]:
     with pytest.raises(UserError, match=match) as refusal, _in_time():
         yield
     _check_sentence(refusal.value)
