@@ -189,11 +189,13 @@ def test_what_cannot_be_had_is_refused(tokenizer, documents):
     with pytest.raises(UserError, match=r"no task 'parity' in condition 'x'; .*the conditions paper, landmark, none"):
         TaskData("parity", tokenizer=tokenizer, condition="x")
     data = TaskData("parity", tokenizer=tokenizer)
-    with pytest.raises(UserError, match=r"no parity prompt of 5 to 8 tokens was found in 10,000 attempts"):
+    with pytest.raises(
+        UserError, match=r"no parity prompt of 3 to 8 lists .*, with 5 to 8 tokens, was found in 10,000 attempts"
+    ):
         data.test(0, 8)
     with pytest.raises(UserError, match=r"3 documents of at least 9 words .*; 0 of the 2 given are that long"):
         TaskData("copying", tokenizer=tokenizer, documents=["too short to be used", "a b"])
-    with pytest.raises(UserError, match=r"no copying prompt of 1 to inf tokens was found .*or longer documents"):
+    with pytest.raises(UserError, match=r"no copying prompt of 15 to 20 lists .*or longer documents"):
         TaskData("copying", tokenizer=tokenizer, documents=[documents[4] + str(i) for i in range(3)]).sample(
             0, 4, "train"
         )

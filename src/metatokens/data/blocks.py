@@ -69,7 +69,7 @@ class BlockDataset:
                 raise UserError(f"the rule {placement} inserts no meta-token into {source}.")
         self._windows = len(self._tokens) // self._window_size
         if not self._windows:
-            raise UserError(f"{source} has {len(self._tokens)} tokens, and a block takes {self._window_size}.")
+            raise UserError(f"{source} has {len(self._tokens)} tokens, too few for one block of {block_size}.")
         self.epochs = epochs
         self._seed = seed
         self._insert = partial(

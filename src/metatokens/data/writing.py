@@ -139,10 +139,18 @@ def write_token_store(
     has_files = out.is_dir() and any(path.name != LOCK for path in out.iterdir())
     if has_files and not (out / STAGING).exists() and not overwrite:
         raise UserError(f"{out} is not empty and holds no token store: choose another folder, or --overwrite.")
+    is_new = not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
         with exclusive(out):
-            _write_store(out, settings, texts, overwrite=overwrite, workers=workers or available_cores())
+            _write_store(
+                out,
+                settings,
+                texts,
+                is_new=is_new,
+                overwrite=overwrite,
+                workers=workers or available_cores(),
+            )
     except OSError as error:
         raise UserError(f"the token store {out} cannot be written: {error}.") from error
     except BrokenProcessPool as error:
@@ -159,17 +167,28 @@ def _check_same(settings: StoreSettings, made_with: StoreSettings, store: str) -
 
 
 def _write_store(
-    out: Path, settings: StoreSettings, extra_texts: Sequence[str], *, overwrite: bool, workers: int
+    out: Path,
+    settings: StoreSettings,
+    extra_texts: Sequence[str],
+    *,
+    is_new: bool,
+    overwrite: bool,
+    workers: int,
 ) -> None:
-    """Write the store of a folder, or what is missing of it."""
+    """Write the store of a folder, or what is missing of it, while no other process writes it."""
     staging = out / STAGING
     begun_with = _settings_of(staging)
     if begun_with is not None and not overwrite:
         _check_same(settings, begun_with, f"{out} holds an unfinished token store")
-    if begun_with != settings:
-        _begin(staging, settings, extra_texts)
-    if not (staging / MANIFEST).exists():
-        _finish(staging, workers)
+    try:
+        if begun_with != settings:
+            _begin(staging, settings, extra_texts)
+        if not (staging / MANIFEST).exists():
+            _finish(staging, workers)
+    except BaseException:
+        if not any(staging.glob("done/*")):  # nothing that the next try could use
+            shutil.rmtree(out if is_new else staging, ignore_errors=True)
+        raise
     _move_into_place(staging, out)
 
 
