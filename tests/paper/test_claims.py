@@ -306,7 +306,7 @@ def test_what_the_preset_measures_through_landmarks_judges_the_claims_on_it(tmp_
         untrained = 0.6 if model.model == "meta" else 0.5
         value = skill - 0.2 * model.variant.endswith("in-sight") if model.variant else untrained
         trained = {"train_condition": finetune_recipe(SMALL, model, task).task.condition, "train_length": 128}
-        about = model.about("small", task=task, condition=condition, length=128, **trained, **alone)
+        about = model.subject("small", task=task, condition=condition, length=128, **trained, **alone)
         figure = {"metric": "exact_match", "value": value + 0.001 * model.seed, "n": 2000}
         lines.append(about.present_fields(**figure, chance=0.5 if task == "parity" else 0.1))
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

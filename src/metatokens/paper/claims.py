@@ -24,8 +24,10 @@ CEILING = 0.98  # of the prompts: two sides above it leave no room for a gain
 Fields = dict[str, Any]
 Side = Fields | float | Literal["chance"]
 
-_TRAINED = ("task", "model", "variant", "position_embedding")  # settings that differ in one of these have other runs
-_TRAINING = ("model", "variant", "position_embedding", "train_condition")  # sides that agree in all have the same runs
+# Settings that differ in one of these have other runs.
+_TRAINED = ("task", "model", "variant", "position_embedding")
+# Sides that agree in all of these have the same runs.
+_TRAINING = ("model", "variant", "position_embedding", "train_condition")
 
 
 class Claim(BaseModel):
@@ -248,7 +250,14 @@ def _scores(inputs: Inputs, claim: Claim, b: Side, over: Fields, keys: list[str]
         in_settings.append(_joined(settings, rows, set(fields)))
     runs = pd.concat(in_settings).groupby([*keys, "figure", "sign", "training", "seed"], as_index=False, sort=False)
     scores = runs.agg(  # heads and layers are averaged
-        {"value": "mean", "error": "mean", "n": "first", "hits": "first", "chance": "first", "prompts": "first"}
+        {
+            "value": "mean",
+            "error": "mean",
+            "n": "first",
+            "hits": "first",
+            "chance": "first",
+            "prompts": "first",
+        }
     )
     figures_of_setting = scores.groupby(keys)["figure"].transform("nunique")
     return _on_common_prompts(scores[figures_of_setting == len(figures)])
@@ -296,10 +305,12 @@ def _stratum(
     """The stratum, of the scores in the settings that count."""
     runs = _sum_by(scores, "value", "training", "seed")
     samples = [sample.droplevel("training") for _, sample in runs.groupby("training")]
+    bound = scores["chance"].mean() if b == "chance" else b
     constant = 0.0
-    for sign, bound in ((1, claim.a), (-1, scores["chance"].mean() if b == "chance" else b)):
-        if isinstance(bound, (int, float)):
-            constant += sign * bound
+    if isinstance(claim.a, (int, float)):
+        constant += claim.a
+    if isinstance(bound, (int, float)):
+        constant -= bound
     if claim.unit == "times":  # a time has no luck of training
         constant += sum(float(sample.mean()) for sample in samples)
         samples = []

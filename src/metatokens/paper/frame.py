@@ -32,12 +32,8 @@ GRIDS = ("small", "gpu", "paper")  # the presets whose figures are set next to t
 LEARNED = 0.9  # of the test prompts: a task is learned from the first point on from which accuracy stays there
 SPEEDS = ("prefill", "decode")  # benchmarks that the paper has figures of
 RATES = (0.5, 1.0, 2.0, 4.0)  # nats, at which distortions are compared
-DERIVED = (
-    "log_steps_to_learn",
-    "distortion_at_rate",
-    "slowdown",
-    "log_perplexity",
-)  # metrics that no line has
+# Metrics that no line has.
+DERIVED = ("log_steps_to_learn", "distortion_at_rate", "slowdown", "log_perplexity")
 METRICS = {*get_args(Metric), *get_args(AnalysisMetric), *DERIVED}
 
 _NUMBERS = (

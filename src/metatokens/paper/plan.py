@@ -76,7 +76,7 @@ class Stage:
         fields = {"kind": self.kind, "train_length": self.options.get("train_length")}
         for name, part in self.subject.items():
             if isinstance(part, TrainedModel):
-                fields |= part.about(preset).present_fields()
+                fields |= part.subject(preset).present_fields()
             elif isinstance(part, FinetuneRecipe):
                 fields |= {"seed": part.training.seed, "condition": part.task.condition}
             else:

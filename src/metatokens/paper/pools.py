@@ -100,8 +100,10 @@ def job_settings(settings: Iterable[str]) -> dict[str, Any]:
 
 def gpus() -> list[str]:
     """The GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named and torch.cuda.is_available() else [*map(str, range(torch.cuda.device_count()))]
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names and torch.cuda.is_available():
+        return names.split(",")
+    return [str(index) for index in range(torch.cuda.device_count())]
 
 
 class ProcessPool(Pool):

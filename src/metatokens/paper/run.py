@@ -103,7 +103,8 @@ def _stages_left(log: RunLog, plan: list[Stage]) -> list[Stage]:
     left: list[Stage] = []
     needed: set[str] = set()
     for stage in reversed(plan):  # each stage follows those that it needs
-        is_missing = stage.name in needed and stage.product is not None and not (log.out / stage.product).exists()
+        has_product = stage.product is None or (log.out / stage.product).exists()
+        is_missing = stage.name in needed and not has_product
         if is_missing or stage.name not in log.entries:
             left.append(stage)
             needed.update(stage.after)
@@ -113,7 +114,9 @@ def _stages_left(log: RunLog, plan: list[Stage]) -> list[Stage]:
 def _carry_out(log: RunLog, plan: list[Stage], left: list[Stage], pool: Pool, task_done: Callable[[], None]) -> None:
     """Carry out the stages that are left, each once those that it needs are done."""
     by_name = {stage.name: stage for stage in left}
-    order = TopologicalSorter({stage.name: [name for name in stage.after if name in by_name] for stage in left})
+    order: TopologicalSorter[str] = TopologicalSorter()
+    for stage in left:
+        order.add(stage.name, *(name for name in stage.after if name in by_name))
     order.prepare()
     untested = {stage.name: stage.subject["task"] for stage in left if stage.method == "evaluate"}
     ready: list[Stage] = []

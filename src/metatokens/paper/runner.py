@@ -181,7 +181,7 @@ class Runner:
                 result = perplexity(
                     pretrained,
                     text,
-                    model.about(self.name),
+                    model.subject(self.name),
                     block_size=blocks.block_size,
                     fraction=blocks.fraction,
                     placement=placement,
@@ -342,11 +342,11 @@ class Runner:
     def _pretrained(self, model: TrainedModel) -> Outcome:
         folder = self.out / model.weights
         facts = {"parameters": _parameters(folder), WEIGHTS: weights_sha256(folder)}
-        return Outcome(curves=list(_curve(folder, model.about(self.name))), facts=facts)
+        return Outcome(curves=list(_curve(folder, model.subject(self.name))), facts=facts)
 
     def _tuned(self, model: TrainedModel, task: str, train_length: int) -> tuple[PreTrainedModel, About]:
         """A fine-tuned model, and the fields of its results in the condition `paper`."""
-        subject = model.about(
+        subject = model.subject(
             self.name,
             task=task,
             condition="paper",
@@ -395,7 +395,7 @@ class Runner:
             if phase.train_length != recipe.task.train_lengths[0]:
                 steps, seen = 0, 0.0
             tokens = phase.settings.batch * self._text_tokens(self._examples(task, recipe) / phase.file)
-            subject = model.about(self.name, task=task, train_length=phase.train_length)
+            subject = model.subject(self.name, task=task, train_length=phase.train_length)
             yield from _curve(folder / phase.name, subject, tokens, steps, seen)
             steps_of_phase = _logged(folder / phase.name)[-1]["step"]
             steps += steps_of_phase

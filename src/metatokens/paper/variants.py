@@ -109,7 +109,7 @@ class TrainedModel:
         """The folder of its weights before fine-tuning, in the run's folder."""
         return f"models/{self.name}/{'pretrained' if self.extension is None else 'extended'}"
 
-    def about(self, preset: str, **fields: Any) -> About:
+    def subject(self, preset: str, **fields: Any) -> About:
         """The fields of its records, with further ones."""
         return About(
             model=self.model,

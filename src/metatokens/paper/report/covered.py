@@ -4,18 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from metatokens.looking.style import readable
-from metatokens.paper.report.table import Cell, Fields, order
+from metatokens.paper.report.make_table import Cell, Fields, order
 from metatokens.paper.report.tables import ALONE, Tables
-from metatokens.paper.report.text import PERCENT, listed, number
+from metatokens.paper.report.text import PERCENT, WORDS, listed, number
 from metatokens.records import ExampleRecord
 from metatokens.tasks.content import OPENING
-
-MODELS = {
-    "gpt2": "a plain GPT-2",
-    "pause": "GPT-2 with meta-tokens",
-    "twin": "GPT-2 with meta-tokens and a second attention among all tokens",
-    "meta": "GPT-2 with meta-tokens and a second attention among these alone",
-}
 
 
 @dataclass(frozen=True)
@@ -29,13 +22,15 @@ class Asked:
     """The share of the text's keys and values that the covered text leaves."""
 
     def __str__(self) -> str:
-        return f"{self.model} ({MODELS[self.model]})" if self.model in MODELS else self.model
+        words = WORDS["models"].get(self.model)
+        return f"{self.model} ({words})" if words else self.model
 
     @property
     def right(self) -> str:
         """How many it answers."""
-        covered, in_sight = (PERCENT(cell.estimate()[0]) for cell in (self.covered, self.in_sight))
-        return f"{self.model} answers {covered} % (with the text in sight {in_sight} %)"
+        covered, *_ = self.covered.estimate()
+        in_sight, *_ = self.in_sight.estimate()
+        return f"{self.model} answers {PERCENT(covered)} % (with the text in sight {PERCENT(in_sight)} %)"
 
 
 def asked_covered(tables: Tables) -> dict[str, list[Asked]]:
@@ -94,7 +89,9 @@ def pieces(example: ExampleRecord, *, is_covered: bool = False) -> list[tuple[st
     plain = [(text, "kbd" if is_meta else "") for text, is_meta in example.pieces()]
     if not is_covered:
         return plain
-    question = max(index for index, (text, element) in enumerate(plain) if not element and OPENING in text)
+    questions = [index for index, (text, element) in enumerate(plain) if not element and OPENING in text]
+    question = questions[-1]
     document, opening, rest = plain[question][0].rpartition(OPENING)
-    covered = [(text, element or "del") for text, element in [*plain[:question], (document, "")] if text]
+    before = [*plain[:question], (document, "")]
+    covered = [(text, element or "del") for text, element in before if text]
     return [*covered, (opening + rest, ""), *plain[question + 1 :]]

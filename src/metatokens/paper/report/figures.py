@@ -32,16 +32,27 @@ from metatokens.looking.style import (
     small_multiples,
 )
 from metatokens.paper.claims import ClaimResult
-from metatokens.paper.frame import Inputs, distortion_curves, distortions_at, learning_curves, select, trained_to
+from metatokens.paper.frame import (
+    Inputs,
+    distortion_curves,
+    distortions_at,
+    learning_curves,
+    select,
+    trained_to,
+)
 from metatokens.paper.report.covered import Asked
+from metatokens.paper.report.make_table import Cell, in_order, models, order
 from metatokens.paper.report.overview import MARKS, effect_text, numbered
 from metatokens.paper.report.paper_numbers import paper_table
-from metatokens.paper.report.table import Cell, in_order, models, order
-from metatokens.paper.report.tables import ALONE, FACTS, LENGTH_TABLES, SPLITS, SUBJECTS, Tables, rows_of
-from metatokens.paper.report.text import PERCENT, name, number
+from metatokens.paper.report.tables import ALONE, Tables
+from metatokens.paper.report.text import PAPER_TABLES, PERCENT, ROWS, WORDS, name, number
 from metatokens.records import SEPARATOR
 
-MARKERS = {"supported": ("#0072b2", ">"), "contradicted": ("#d55e00", "<"), "equivalent": (INK, "s")}
+MARKERS = {
+    "supported": ("#0072b2", ">"),
+    "contradicted": ("#d55e00", "<"),
+    "equivalent": (INK, "s"),
+}
 OPEN = (GREY, "o")
 LIMIT = 60.0  # points, where the forest plot ends
 ROW = 0.19  # inches
@@ -87,9 +98,10 @@ def forest_plot(results: Sequence[ClaimResult], width: float = PAGE) -> Figure:
     rows = _forest_rows(results, is_wide)
     bottom = rows[-1].bottom
     inches = ROW * bottom
+    height = inches + 1.0
     left, right = (0.475, 0.735) if is_wide else (0.03, 0.97)
-    figure = Figure((width, inches + 1.0), facecolor="white")
-    axes = figure.add_axes((left, 0.55 / (inches + 1.0), right - left, inches / (inches + 1.0)))
+    figure = Figure((width, height), facecolor="white")
+    axes = figure.add_axes((left, 0.55 / height, right - left, inches / height))
     axes.set(xlim=(-LIMIT, LIMIT), ylim=(bottom, 0))
     if is_wide:
         _draw_zone(axes, 0.0, bottom)
@@ -121,7 +133,10 @@ def _forest_rows(results: Sequence[ClaimResult], is_wide: bool) -> list[_ForestR
         for result in (None, *claims):
             text, margin = question, 0.5
             if result is not None:
-                text, margin = f"{MARKS[result.verdict]} {numbered(result)}", 0.35 if is_wide else 2.3
+                text, margin = (
+                    f"{MARKS[result.verdict]} {numbered(result)}",
+                    0.35 if is_wide else 2.3,
+                )
             lines = wrap(text, width=58 if is_wide else 44, break_on_hyphens=False)
             top = rows[-1].bottom if rows else 0.0
             rows.append(_ForestRow(lines, result, top, top + (len(lines) + margin)))
@@ -180,9 +195,27 @@ def _draw_effect(axes: Axes, result: ClaimResult, y: float) -> None:
     axes.plot(np.clip(ends, -LIMIT, LIMIT), [y, y], color=colour, linewidth=width, solid_capstyle="butt")
     for end, arrow in zip(ends, "\u25c2\u25b8", strict=True):
         if abs(end) > LIMIT:
-            axes.text(math.copysign(LIMIT, end), y, arrow, color=colour, ha="center", va="center", fontsize=SIZE)
-    look: dict[str, Any] = {"color": colour, "markerfacecolor": "white" if marker == "o" else colour}
-    axes.plot(np.clip(scale * effect.value, -LIMIT, LIMIT), y, marker, markersize=size, clip_on=False, **look)
+            axes.text(
+                math.copysign(LIMIT, end),
+                y,
+                arrow,
+                color=colour,
+                ha="center",
+                va="center",
+                fontsize=SIZE,
+            )
+    look: dict[str, Any] = {
+        "color": colour,
+        "markerfacecolor": "white" if marker == "o" else colour,
+    }
+    axes.plot(
+        np.clip(scale * effect.value, -LIMIT, LIMIT),
+        y,
+        marker,
+        markersize=size,
+        clip_on=False,
+        **look,
+    )
 
 
 # --- Accuracy
@@ -193,12 +226,20 @@ def _scale_in_percent(axes: Axes, **labels: str) -> None:
 
 
 def _draw_means(
-    axes: Axes, label: str, cells: Mapping[float, Cell], style: Style, *, in_percent: bool = True, **look: Any
+    axes: Axes,
+    label: str,
+    cells: Mapping[float, Cell],
+    style: Style,
+    *,
+    in_percent: bool = True,
+    **look: Any,
 ) -> None:
     """A line through the means of cells, by x, with a band of their intervals."""
-    middle, low, high = np.array([cell.estimate() for cell in cells.values()]).reshape(-1, 3).T
+    estimates = np.array([cell.estimate() for cell in cells.values()]).reshape(-1, 3)
+    middle, low, high = estimates.T
     if in_percent:
-        middle, low, high = 100 * middle, np.clip(100 * low, 0, 100), np.clip(100 * high, 0, 100)
+        middle = 100 * middle
+        low, high = np.clip(100 * low, 0, 100), np.clip(100 * high, 0, 100)
     axes.plot(list(cells), middle, label=label, **line(style, **look))
     band(axes, list(cells), low, high, style)
 
@@ -223,20 +264,31 @@ def _draw_by_length(tables: Tables, task: str, axes: Axes) -> None:
         cells = _cells_by("length", accuracies[accuracies["model"] == model])
         _draw_means(axes, model, cells, style, markersize=style.size - 1.5)
     best = accuracies.groupby("length")["shortcut"].max()
-    axes.plot(best.index, 100 * best, label="best shortcut", color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
-    if tables.inputs.preset and task in LENGTH_TABLES:
-        _draw_papers(axes, LENGTH_TABLES[task], train_length, lengths)
+    axes.plot(
+        best.index,
+        100 * best,
+        label="best shortcut",
+        color=INK,
+        linewidth=0.9,
+        linestyle=(0, (1, 2)),
+    )
+    if tables.inputs.preset and task in PAPER_TABLES["by_length"]:
+        _draw_papers(axes, PAPER_TABLES["by_length"][task], train_length, lengths)
     if train_length in lengths:
         axes.axvline(train_length, color=RULE, linewidth=8, zorder=0, label="train length")
     axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [number(length) if length < 1000 else f"{length / 1024:g}k" for length in lengths])
+    ticks = [number(length) if length < 1000 else f"{length / 1024:g}k" for length in lengths]
+    axes.set_xticks(lengths, ticks)
     axes.set_xticks([], minor=True)
     _scale_in_percent(axes, xlabel="prompt length, tokens", ylabel="exactly right, %")
 
 
 def _draw_papers(axes: Axes, table: int, train_length: float, lengths: Sequence[float]) -> None:
     """The figures of a table of the paper, at the same lengths."""
-    labels = {("meta", "rope"): "the paper's meta", ("gpt2", "learned"): "the paper's gpt2, learned positions"}
+    labels = {
+        ("meta", "rope"): "the paper's meta",
+        ("gpt2", "learned"): "the paper's gpt2, learned positions",
+    }
     for (model, positions), label in labels.items():
         setting = {"model": model, "position_embedding": positions, "train_length": train_length}
         values = np.array([paper_table(table).at(**setting, length=length) for length in lengths], float)
@@ -253,10 +305,27 @@ def covered(by_task: Mapping[str, Sequence[Asked]], width: float = PAGE) -> Figu
 def _draw_covered(asked: Sequence[Asked], axes: Axes) -> None:
     for position, answered in enumerate(asked):
         colour = STYLES.get(answered.model, FURTHER[0]).colour
-        _draw_bar(axes, 2 * position, answered.in_sight, f"{answered.model}, text in sight", color=colour, alpha=0.4)
-        _draw_bar(axes, 2 * position + 1, answered.covered, f"{answered.model}, text covered", color=colour, alpha=1.0)
+        _draw_bar(
+            axes,
+            2 * position,
+            answered.in_sight,
+            f"{answered.model}, text in sight",
+            color=colour,
+            alpha=0.4,
+        )
+        _draw_bar(
+            axes,
+            2 * position + 1,
+            answered.covered,
+            f"{answered.model}, text covered",
+            color=colour,
+            alpha=1.0,
+        )
     shortcut, guessing = asked[0].in_sight.floors  # of the same prompts in all bars; a line at NaN is not drawn
-    for floor, label, dashes in ((shortcut, "best shortcut", (1, 2)), (guessing, "guessing", (4, 2))):
+    for floor, label, dashes in (
+        (shortcut, "best shortcut", (1, 2)),
+        (guessing, "guessing", (4, 2)),
+    ):
         axes.axvline(100 * floor, color=GREY, linewidth=1.1, linestyle=(0, dashes), label=label, zorder=3)
     axes.set(xlim=(0, 101), ylim=(2 * len(asked) - 0.6, -1.0), yticks=[], xlabel="exactly right, %")
     axes.set_xticks(range(0, 101, 25))
@@ -268,13 +337,20 @@ def _draw_bar(axes: Axes, row: int, cell: Cell, label: str, **look: Any) -> None
     axes.plot([low, high], [row, row], color=INK, linewidth=1.4, solid_capstyle="butt")
     text = f"{label}: {cell.shown(PERCENT)} %, n = {' or '.join(map(number, sorted(cell.n)))}"
     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-    letters: dict[str, Any] = {"va": "bottom", "fontsize": SIZE, "color": INK, "parse_math": False, "zorder": 4}
+    letters: dict[str, Any] = {
+        "va": "bottom",
+        "fontsize": SIZE,
+        "color": INK,
+        "parse_math": False,
+        "zorder": 4,
+    }
     axes.text(0, row - 0.25, text, bbox=box, **letters)
 
 
 def held(inputs: Inputs, width: float = PAGE) -> Figure:
     """Facts recalled through landmarks alone, by the share of keys and values that is kept: a line for each model."""
-    accuracies = inputs.select(intervention=ALONE, condition=[*FACTS], train_condition=[*FACTS], variant=[*FACTS])
+    facts = [*WORDS["facts"]]
+    accuracies = inputs.select(intervention=ALONE, condition=facts, train_condition=facts, variant=facts)
     styles = palette(in_order(accuracies["model"]))
 
     def draw(axes: Axes) -> None:
@@ -312,7 +388,7 @@ def learning(inputs: Inputs, width: float = PAGE) -> Figure:
     return small_multiples(panels, styles, width)
 
 
-def _few_markers(points: Any) -> dict[str, int]:
+def _few_markers(points: Any) -> dict[str, Any]:
     return {"markevery": max(1, len(points) // 5), "markersize": 4}
 
 
@@ -345,7 +421,7 @@ def sharpness(inputs: Inputs, width: float = PAGE) -> Figure:
     """Figure 2, left and middle: what the meta-tokens' embeddings change, a point for each run."""
     panels: dict[str, Panel] = {}
     for title, row in _SHARPNESS.items():
-        rows = models(inputs, **rows_of("sharpness")[row])
+        rows = models(inputs, **ROWS["sharpness"][row])
         cells = {label: Cell.of(inputs.select(**fields)) for label, fields in rows.items()}
         if cells:
             panels[title] = partial(_draw_changes, cells)
@@ -375,7 +451,10 @@ def similarity(inputs: Inputs, width: float = PAGE) -> Figure:
 
 def _draw_similarity(cosines: pd.DataFrame, axes: Axes) -> None:
     of_last_layer = cosines[cosines["layer"] == cosines["layer"].max()]
-    looks = {"meta": ("meta-token", STYLES["meta"]), "text": ("text token (control)", STYLES["gpt2"])}
+    looks = {
+        "meta": ("meta-token", STYLES["meta"]),
+        "text": ("text token (control)", STYLES["gpt2"]),
+    }
     for subject, (label, style) in looks.items():
         cells = _cells_by("distance", of_last_layer[of_last_layer["subject"] == subject])
         if cells:
@@ -403,7 +482,15 @@ def _draw_map(cosines: pd.DataFrame, axes: Axes) -> None:
     bar.outline.set_visible(False)
     metas = sorted(cosines.loc[cosines["subject"] == "meta", "position"].unique())
     heights = [len(values) - 0.3] * len(metas)
-    axes.plot(metas, heights, "v", markersize=5, clip_on=False, color=STYLES["meta"].colour, label="meta-token")
+    axes.plot(
+        metas,
+        heights,
+        "v",
+        markersize=5,
+        clip_on=False,
+        color=STYLES["meta"].colour,
+        label="meta-token",
+    )
     axes.grid(visible=False)
     axes.set(ylim=(-0.5, len(values) - 0.1), yticks=range(len(values)))
     axes.set(xlabel="position in the prompt", ylabel="blocks passed")
@@ -413,7 +500,7 @@ def rate_distortion(inputs: Inputs, width: float = PAGE) -> Figure:
     """Figure 3, right: distortion by rate, the mean over runs and fits; linear to 20 nats, then logarithmic."""
     measured = select(inputs.figures, analysis="rate_distortion", position_embedding="rope")
     panels = {}
-    for split, title in SPLITS.items():
+    for split, title in WORDS["splits"].items():
         of_split = select(measured, split=split)
         if len(of_split):
             panels[f"Scored {title}"] = partial(_draw_distortions, of_split)
@@ -421,12 +508,18 @@ def rate_distortion(inputs: Inputs, width: float = PAGE) -> Figure:
 
 
 def _draw_distortions(measured: pd.DataFrame, axes: Axes) -> None:
-    for (model, words), style in _DISTORTIONS.items():
-        subject, intervention = SUBJECTS[words]
-        curves = distortion_curves(select(measured, model=model, intervention=intervention, subject=["", subject]))
+    for (model, state), style in _DISTORTIONS.items():
+        fields = WORDS["states"][state]
+        subjects = ["", fields["subject"]]  # an entropy of answers has no subject
+        curves = distortion_curves(select(measured, model=model, **fields | {"subject": subjects}))
         if curves:
             means = np.mean([distortions_at(curve, _DRAWN_RATES) for curve in curves.values()], axis=0)
-            axes.plot(_DRAWN_RATES, means, label=f"{model}, {words}", **line(style, markersize=style.size - 1.5))
+            axes.plot(
+                _DRAWN_RATES,
+                means,
+                label=f"{model}, {state}",
+                **line(style, markersize=style.size - 1.5),
+            )
     ticks = [0, 5, 10, 15, 20, 40, 80]
     axes.set_xscale("symlog", linthresh=20)
     axes.set_xticks(ticks, list(map(str, ticks)))

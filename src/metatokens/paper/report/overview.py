@@ -10,7 +10,7 @@ import numpy as np
 from metatokens.paper import rule
 from metatokens.paper.claims import Claim, ClaimResult, MeasuredStratum, Setting, Side, after_holm
 from metatokens.paper.frame import GRIDS, PRESETS, select
-from metatokens.paper.report.table import Cell, Fields, Row, Table, in_order, plain
+from metatokens.paper.report.make_table import Cell, Fields, Row, Table, in_order, plain
 from metatokens.paper.report.tables import Tables
 from metatokens.paper.report.text import NOT_RUN, listed, name, number
 from metatokens.paper.rule import Effect, Verdict
@@ -75,21 +75,22 @@ def sentences(tables: Tables, results: Sequence[ClaimResult]) -> list[str]:
 def _verdicts(results: Sequence[ClaimResult]) -> str:
     """How many of the paper's claims have each verdict."""
     counts = Counter(result.verdict for result in results if result.claim.number is not None)
-    verdicts = [
-        f"{counts[verdict]} {_be(counts[verdict])} {verdict}" for verdict in get_args(Verdict) if counts[verdict]
-    ]
+    verdicts = []
+    for verdict in get_args(Verdict):
+        if counts[verdict]:
+            verdicts.append(f"{counts[verdict]} {_be(counts[verdict])} {verdict}")
     return f"The paper makes {counts.total()} claims. At this scale {listed(verdicts)}."
 
 
 def _main_claims(results: Sequence[ClaimResult]) -> str:
     """The claims that were named beforehand, and whether a correction for their number changes them."""
-    told = [result for result in results if result.claim.primary and result.strata]
-    if not told:
+    tested = [result for result in results if result.claim.primary and result.strata]
+    if not tested:
         return ""
     remains = after_holm(results)
     verdicts: list[str] = []
     lost: list[str] = []
-    for result in told:
+    for result in tested:
         quoted = f"\u201c{result.claim.text}\u201d"
         verdicts.append(f"{quoted} is {result.verdict}: {effect_text(result)}")
         if result.verdict != "inconclusive" and not remains[result.claim.text]:
@@ -107,7 +108,7 @@ def _compared(tables: Tables) -> str:
     accuracies = select(tables.inputs.figures, metric="exact_match", intervention="")
     names = in_order(accuracies["model"])
     parameters = {model: info.parameters for run in tables.inputs.read.runs for model, info in run.models.items()}
-    sizes = [f"{parameters[model] / 1e6:.2f}" for model in names if parameters.get(model)]
+    sizes = [f"{size / 1e6:.2f}" for size in map(parameters.get, names) if size]
     of_size = f" ({listed(sizes)} million parameters)" if len(sizes) == len(names) else ""
     runs = accuracies.groupby("model")["seed"].nunique().max()
     often = "once" if runs == 1 else f"up to {runs} times"
@@ -235,8 +236,9 @@ def _settings(stratum: MeasuredStratum) -> str:
 def _setting(setting: Setting, stratum: MeasuredStratum) -> str:
     fields = {key: value for key, value in setting.fields.items() if key not in stratum.fields}
     lengths = [number(fields.pop(key)) for key in ("train_length", "length") if key in fields]
-    words = [" \u2192 ".join(lengths), *(f"{key} {plain(value)}" for key, value in fields.items())]
-    return " ".join(filter(None, words))
+    words = [" \u2192 ".join(lengths)] if lengths else []
+    words += [f"{key} {plain(value)}" for key, value in fields.items()]
+    return " ".join(words)
 
 
 def _side(side: Side, metric: str) -> str:

@@ -5,7 +5,7 @@ import html
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,22 @@ from metatokens.paper.claims import ClaimResult, claims, judge
 from metatokens.paper.frame import SPEEDS, Inputs, load
 from metatokens.paper.report import covered, figures, overview
 from metatokens.paper.report.tables import Tables, papers_ratio
-from metatokens.paper.report.text import PERCENT, TOKENS_RIGHT, duration, escape, listed, name, number
+from metatokens.paper.report.text import (
+    PERCENT,
+    TOKENS_RIGHT,
+    duration,
+    escape,
+    listed,
+    name,
+    number,
+)
 
 SIGNATURE = "metatokens report"  # in every page; a page without it is never overwritten
-_PAGES = {"report.md": "index.html", "tables.md": "tables.html"}  # and the HTML that is made from each
+# The pages in Markdown, and the HTML that is made from each.
+_PAGES = {"report.md": "index.html", "tables.md": "tables.html"}
 
 Pictures = dict[str, tuple[bytes, bytes]]
-"""By name, for a page and for a phtiming."""
+"""By name, for a page and for a phone."""
 
 
 def write_report(paths: Sequence[Path], out: Path, say: Callable[[str], None] = lambda text: None) -> Path:
@@ -67,8 +76,8 @@ def write_report(paths: Sequence[Path], out: Path, say: Callable[[str], None] = 
     return out / "index.html"
 
 
-def _refuse_to_replace(pages: Sequence[Path], pictures: Sequence[Path]) -> None:
-    """Refuse a folder with a page that is no report's, or with pictures that are not next to timing."""
+def _refuse_to_replace(pages: Iterable[Path], pictures: Iterable[Path]) -> None:
+    """Refuse a folder with a page that is no report's, or with pictures that are not next to one."""
     existing = [page for page in pages if page.is_file()]
     foreign = [page for page in existing if SIGNATURE.encode() not in page.read_bytes()]
     if not existing:
@@ -115,14 +124,17 @@ def _content(inputs: Inputs) -> dict[str, Any]:
     for result in results:
         questions.setdefault(result.claim.question, []).append(result)
     runs = inputs.read.runs
-    dates = [line.created for line in inputs.read.results] + [run.finished or run.created for run in runs]
-    # A run under way has no run.json; its lines have the preset.
-    presets = [run.preset for run in runs] + [(line.recipe or "").partition("/")[0] for line in inputs.read.results]
+    dates = [line.created for line in inputs.read.results]
+    dates += [run.finished or run.created for run in runs]
+    presets = [run.preset for run in runs]
+    for line in inputs.read.results:  # of a run under way, which has no run.json
+        preset, _, _ = (line.recipe or "").partition("/")
+        presets.append(preset)
     return {
         "inputs": inputs,
         "results": results,
         "questions": questions,
-        "told": [result for result in results if result.strata],
+        "tested": [result for result in results if result.strata],
         "has_intervals": any(math.isfinite(result.effect.low) for result in results),
         "created": max(filter(None, dates), default=""),
         "preset": next(filter(None, presets), None),
@@ -148,7 +160,13 @@ def _environment(**options: Any) -> Environment:
         **options,
     )
     environment.globals["signature"] = SIGNATURE
-    environment.filters |= {"name": name, "number": number, "percent": PERCENT, "duration": duration, "listed": listed}
+    environment.filters |= {
+        "name": name,
+        "number": number,
+        "percent": PERCENT,
+        "duration": duration,
+        "listed": listed,
+    }
     environment.filters["markup"] = Markup
     environment.tests["finite"] = math.isfinite
     return environment
@@ -176,7 +194,8 @@ class _Renderer(RendererHTML):
 
     def image(self, tokens: Sequence[Token], index: int, options: Any, pictures: Any) -> str:
         image = tokens[index]
-        for_page, for_phone = map(_data_url, pictures[Path(str(image.attrs["src"])).stem])
+        name = Path(str(image.attrs["src"])).stem
+        for_page, for_phone = map(_data_url, pictures[name])
         phone_source = f'<source media="(max-width: 40rem)" srcset="{for_phone}">'
         return f'<picture>{phone_source}<img src="{for_page}" alt="{html.escape(image.content)}"></picture>'
 

@@ -1,22 +1,19 @@
 """The tables of the report. A method of `Tables` makes one table; without data it has no rows."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.resources import files
 from itertools import product
 from math import nan
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import yaml
 
 from metatokens.paper.frame import RATES, Inputs, learned_from, learning_curves
 from metatokens.paper.records import Timing
-from metatokens.paper.report.paper_numbers import paper_table
-from metatokens.paper.report.table import (
+from metatokens.paper.report.make_table import (
     POSITIONS,
     Cell,
     Fields,
@@ -29,49 +26,22 @@ from metatokens.paper.report.table import (
     plain,
     plain_rows,
 )
-from metatokens.paper.report.text import PERCENT, TOKENS_RIGHT, Form, name, number
+from metatokens.paper.report.paper_numbers import paper_table
+from metatokens.paper.report.text import (
+    PAPER_TABLES,
+    PERCENT,
+    ROWS,
+    TOKENS_RIGHT,
+    WORDS,
+    Form,
+    name,
+    number,
+)
 
-LENGTH_TABLES = {"list_recall": 7, "segment_counting": 8, "parity": 9, "copying": 10}
-ABLATION_TABLES = {
-    "list_recall": (11, 15),
-    "segment_counting": (12,),
-    "parity": (13,),
-    "copying": (14, 16),
-}
-BY_LENGTH_TABLES = {"list_recall": (17, 2)}  # of ablations at other lengths than the train length
-INTERVENTIONS = {
-    "": "unchanged",
-    "no_pos": "no position",
-    "no_embed": "no embedding",
-    "neither": "neither",
-}
-CONDITIONS = {
-    "paper": "marked",
-    "landmark": "landmarks",
-    "decoy": "decoys",
-    "long_prompt": "long prompts",
-    "none": "no meta-tokens",
-}
+INTERVENTIONS, CONDITIONS, RECIPES = WORDS["interventions"], WORDS["conditions"], WORDS["recipes"]
 LONGEST = 512  # tokens: our train length next to the GPT-Neo of the paper, which has none
-WINDOWS = {"yarn4": 4096, "yarn8": 8192}  # the paper's, in tokens
+WINDOWS = PAPER_TABLES["windows"]
 ALONE = "landmarks_alone"  # an intervention
-RECIPES = {
-    "half-rate": "half the rate",
-    "twice-rate": "twice the rate",
-    "longer": "three times the steps",
-}
-FACTS = {
-    "facts_1": "one fact",
-    "facts_2": "two facts",
-    "facts_4": "four facts",
-    "facts_8": "eight facts",
-}
-SUBJECTS = {
-    "last meta-token": ("meta", ""),
-    "no position": ("meta", "no_pos"),
-    "text before it": ("text", ""),
-}
-SPLITS = {"held_out": "held out", "fit": "as the paper, on the 50 fitted"}
 STEPS = Form("Training steps", is_log=True)
 PERPLEXITY = Form("Perplexity", digits=1, counted="text tokens", chance="token frequencies alone")
 COSINE = Form("Cosine, centred", digits=3, counted="values")
@@ -144,8 +114,8 @@ class Tables:
     def by_length(self, task: str, form: Form = PERCENT) -> Table:
         """Tables 7 to 10, Figure 1: each model by the length of its prompts; the paper's figure below ours."""
         selection = _without(self.tasks[task], "metric", "position_embedding", "train_length", "length")
-        numbers = [LENGTH_TABLES[task]] if form == PERCENT and task in LENGTH_TABLES else []
-        return self._by(selection, name(task), ["length"], form, below=_papers(*numbers))
+        papers = _papers(PAPER_TABLES["by_length"].get(task)) if form == PERCENT else _papers()
+        return self._by(selection, name(task), ["length"], form, below=papers)
 
     def other_prompts(self, task: str, variant: str = "", form: Form = PERCENT) -> Table:
         """Each model on the other kinds of prompts, by length; of a variant, on all that it was tested on."""
@@ -213,8 +183,8 @@ class Tables:
             heading = " \u2192 ".join(map(_length, lengths.values()))
             for model, fields in models(self.inputs, **selection, **lengths).items():
                 rows[f"{model}, {heading}"] = fields
-        at_train_length = _papers(*ABLATION_TABLES.get(task, ()))
-        by_length = _papers(*BY_LENGTH_TABLES.get(task, ()))
+        at_train_length = _papers(*PAPER_TABLES["ablations"].get(task, ()))
+        by_length = _papers(*PAPER_TABLES["ablations_by_length"].get(task, ()))
 
         def below(fields: Fields) -> list[str]:
             is_at_train_length = fields["length"] == fields["train_length"]
@@ -228,8 +198,8 @@ class Tables:
         rows: Selections = {}
         for fields in _distinct(measured, "condition", "task", "variant", "train_condition", "train_length", "length"):
             label = name(fields["task"])
-            if fields["condition"] in FACTS:
-                label = f"{FACTS[fields['condition']]} per landmark"
+            if fields["condition"] in WORDS["facts"]:
+                label = f"{WORDS['facts'][fields['condition']]} per landmark"
             elif fields["condition"] == "landmark":
                 label += ", landmarks"
             alone = {**fields, "intervention": ALONE}
@@ -305,21 +275,21 @@ class Tables:
         form = replace(PERCENT, chance="")
         return make_table(self.inputs, "", "shortcut", rows, self._columns(selection, "length"), form=form)
 
-    # --- What happens inside; inside.yaml has the rows
+    # --- What happens inside; tables.yaml has the rows
 
     def sharpness(self) -> Table:
         """Figure 2, left and middle: what the meta-tokens' embeddings change."""
-        return self._inside("output_entropy_change", rows_of("sharpness"), NATS)
+        return self._inside("output_entropy_change", ROWS["sharpness"], NATS)
 
     def premise(self) -> Table:
         """Theorem 4.1: where its premise holds, and whether the entropy fell."""
-        return self._inside("output_entropy_change", rows_of("premise"), SHARE)
+        return self._inside("output_entropy_change", ROWS["premise"], SHARE)
 
     def caching(self) -> Table:
         """Figure 2, right: the cosine of a meta-token, and of the text before it, with the tokens before."""
         cosine = {"metric": "similarity_centred", "marker": "context"}
         last_layer = self.inputs.measured(**cosine)["layer"].max()
-        rows = {label: {**cosine, "layer": last_layer, **fields} for label, fields in rows_of("caching").items()}
+        rows = {label: {**cosine, "layer": last_layer, **fields} for label, fields in ROWS["caching"].items()}
         return self._inside("similarity_centred", rows, COSINE)
 
     def attention_of_final(self) -> Table:
@@ -329,9 +299,9 @@ class Tables:
             even = Cell.of(self.inputs.measured(**{**fields, "metric": "attention_weight_if_uniform"}))
             return [f"evenly {SHARE(even.estimate()[0])}"] if even.runs else []
 
-        return self._inside("attention_weight", rows_of("attention_of_final"), SHARE, below=below)
+        return self._inside("attention_weight", ROWS["attention_of_final"], SHARE, below=below)
 
-    def _inside(self, metric: str, rows: Selections, form: Form, **options: Any) -> Table:
+    def _inside(self, metric: str, rows: Mapping[str, Fields], form: Form, **options: Any) -> Table:
         """A column for each model that has figures of this metric."""
         columns = {label: _without(fields, "metric") for label, fields in models(self.inputs, metric=metric).items()}
         return self._table("", "", rows, columns, form=form, **options)
@@ -339,14 +309,11 @@ class Tables:
     def rate_distortion(self) -> Table:
         """Figure 3, right: the distortion at some rates."""
         rows: Selections = {}
-        for split, words, model in product(SPLITS, SUBJECTS, ("gpt2", "twin", "meta")):
-            subject, intervention = SUBJECTS[words]
-            rows[f"{SPLITS[split]}: {model}, {words}"] = {
-                "metric": "distortion_at_rate",
-                "model": model,
-                "split": split,
-                "subject": subject,
-                "intervention": intervention,
+        for split, state, model in product(WORDS["splits"], WORDS["states"], ("gpt2", "twin", "meta")):
+            fields = {"metric": "distortion_at_rate", "model": model, "split": split}
+            rows[f"{WORDS['splits'][split]}: {model}, {state}"] = {
+                **fields,
+                **WORDS["states"][state],
             }
         columns = {f"{rate:g} nats": {"rate": rate} for rate in RATES}
         return self._table("", "scored, model, place", rows, columns, form=DISTORTION)
@@ -370,13 +337,6 @@ class Tables:
 
     def _any(self, column: str) -> list[str]:
         return sorted(set(self.inputs.figures[column]))
-
-
-def rows_of(table_name: str) -> Selections:
-    """The rows of a table on what happens inside."""
-    text = files("metatokens.paper.report").joinpath("inside.yaml").read_text(encoding="utf-8")
-    rows: Selections = yaml.safe_load(text)[table_name]
-    return rows
 
 
 def _columns_of_models(names: Iterable[str]) -> Selections:
@@ -441,7 +401,7 @@ def papers_ratio(timing: Timing) -> float | None:
     return None
 
 
-def _papers(*tables: int, scale: int = 1) -> Lines:
+def _papers(*tables: int | None, scale: int = 1) -> Lines:
     """The line below a figure: the paper's figure, from the first of these tables that has it.
 
     Its prompts are `scale` times as long as ours.
@@ -454,7 +414,7 @@ def _papers(*tables: int, scale: int = 1) -> Lines:
                 setting[key] *= scale
         if setting.get("variant") in WINDOWS:
             setting["window"] = WINDOWS[setting["variant"]]
-        values = [paper_table(table).at(**setting) for table in tables]
+        values = [paper_table(table).at(**setting) for table in tables if table]
         return [f"paper {value:.1f}" for value in values if value is not None][:1]
 
     return below

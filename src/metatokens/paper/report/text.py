@@ -4,10 +4,17 @@ import html
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from math import exp
+from typing import Any
 
+import yaml
 from markupsafe import Markup
 
+_CONTENT: dict[str, dict[str, Any]] = yaml.safe_load(
+    files("metatokens.paper.report").joinpath("tables.yaml").read_text(encoding="utf-8")
+)
+WORDS, PAPER_TABLES, ROWS = _CONTENT["words"], _CONTENT["paper_tables"], _CONTENT["rows"]
 NOT_RUN = "\u2013"
 MINUS, PLUS_MINUS = "\u2212", "\u00b1"
 
@@ -58,7 +65,10 @@ def duration(seconds: float) -> str:
 
 def listed(items: Sequence[str], word: str = "and") -> str:
     """`a`, `a and b`, or `a, b and c`."""
-    return f" {word} ".join(filter(None, [", ".join(items[:-1]), *items[-1:]]))
+    if len(items) < 2:
+        return "".join(items)
+    *others, last = items
+    return f"{', '.join(others)} {word} {last}"
 
 
 def escape(value: object) -> object:

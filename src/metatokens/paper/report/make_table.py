@@ -16,7 +16,16 @@ import pandas as pd
 from scipy.special import stdtrit
 
 from metatokens.paper.frame import Inputs, select
-from metatokens.paper.report.text import NOT_RUN, PERCENT, PLUS_MINUS, Form, escape, listed, number
+from metatokens.paper.report.text import (
+    NOT_RUN,
+    PERCENT,
+    PLUS_MINUS,
+    WORDS,
+    Form,
+    escape,
+    listed,
+    number,
+)
 from metatokens.paper.variants import COMPARED
 from metatokens.tasks import TASKS
 
@@ -28,7 +37,7 @@ Text = str | tuple[str, ...]
 Row = tuple[Text, ...]
 
 SHORTCUT = "best shortcut"
-POSITIONS = {"rope": "rotary positions", "learned": "learned positions", "none": "without positions"}
+POSITIONS: dict[str, str] = WORDS["positions"]
 _FIGURE = re.compile(r"[+\u2212]?\d[^\u2192]*$|\u2013|$")  # a cell of a column of figures; settings have arrows
 _PROMPTS = ("task", "condition", "length")  # whose shortcuts are measured
 # The fields in which two figures of one model may differ, and the words for them in the label of a row.
@@ -38,7 +47,19 @@ _APART = {
     "train_condition": "trained on {}",
     "train_length": "to {:,.0f}",
 }
-_ORDER = (*COMPARED, *TASKS, "paper", "landmark", "decoy", "long_prompt", "none", "", "no_pos", "no_embed", "neither")
+_ORDER = (
+    *COMPARED,
+    *TASKS,
+    "paper",
+    "landmark",
+    "decoy",
+    "long_prompt",
+    "none",
+    "",
+    "no_pos",
+    "no_embed",
+    "neither",
+)
 
 
 @dataclass(frozen=True)
@@ -54,9 +75,11 @@ class Table:
         """The table in Markdown, with its title and its note; columns of figures are set to the right."""
         alignments = ["---"]
         for column in range(1, len(self.header)):
-            is_of_figures = all(_FIGURE.match(_lines_of(row[column])[0]) for row in self.rows)
+            first_lines = [_lines_of(row[column])[0] for row in self.rows]
+            is_of_figures = all(map(_FIGURE.match, first_lines))
             alignments.append("---:" if is_of_figures else "---")
-        text = _markdown_row(self.header) + f"|{'|'.join(alignments)}|\n" + "".join(map(_markdown_row, self.rows))
+        header, *rows = map(_markdown_row, [self.header, *self.rows])
+        text = "".join([header, f"|{'|'.join(alignments)}|\n", *rows])
         if self.title:
             text = f"**{escape(self.title)}**\n\n{text}"
         if self.note:
@@ -100,8 +123,12 @@ class Cell:
         means = {int(seed): values[seeds == seed].mean(axis=0).tolist() for seed in np.unique(seeds)}
         _, low, high = next(iter(means.values()))
         shortcut, chance = measured[["shortcut", "chance"]].iloc[0].tolist()
-        runs = {seed: mean for seed, (mean, _, _) in means.items()}
-        return cls(runs, (low, high), frozenset(map(int, measured["n"])), (shortcut, chance))
+        return cls(
+            runs={seed: mean for seed, (mean, _, _) in means.items()},
+            ends=(low, high),
+            n=frozenset(map(int, measured["n"])),
+            floors=(shortcut, chance),
+        )
 
     def estimate(self) -> tuple[float, float, float]:
         """The mean over runs and its 95 % interval: Student's t over runs; of one run, that over its prompts."""
@@ -110,7 +137,8 @@ class Cell:
             return (float(values[0]), *self.ends)
         with np.errstate(over="ignore", invalid="ignore"):
             mean, spread = float(values.mean()), float(values.std(ddof=1))
-        reach = float(stdtrit(len(values) - 1, 0.975)) * spread / math.sqrt(len(values))
+        quantile = float(stdtrit(len(values) - 1, 0.975))
+        reach = quantile * spread / math.sqrt(len(values))
         return mean, mean - reach, mean + reach
 
     def shown(self, form: Form, runs_of_others: int = 0) -> str:
@@ -202,9 +230,11 @@ def _measured_rows(inputs: Inputs, rows: Mapping[str, Fields], columns: Mapping[
 def _common_fields(selections: Sequence[Fields]) -> Fields:
     if not selections:
         return {}
-    common = dict(selections[0])
-    for selection in selections:
-        common = {key: value for key, value in common.items() if key in selection and selection[key] == value}
+    first, *others = selections
+    common = {}
+    for key, value in first.items():
+        if all(key in selection and selection[key] == value for selection in others):
+            common[key] = value
     return common
 
 
