@@ -43,6 +43,13 @@ def test_every_option_says_what_it_is_and_takes(verb: str, option: Any) -> None:
     assert option.metavar or option.is_flag
 
 
+def test_help_shows_no_types_of_flags(metatokens: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    for verb in ("", *COMMANDS):
+        _, output, _ = metatokens(f"{verb} --help")
+        assert "<bool>" not in output
+
+
 def test_an_option_takes_the_same_in_every_verb() -> None:
     metavars_of = defaultdict(set)
     for _, option in OPTIONS:

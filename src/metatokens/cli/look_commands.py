@@ -48,13 +48,9 @@ Prompt = Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text to co
 Marker = Annotated[str | None, typer.Option(metavar="TEXT", help="What marks a meta-token in PROMPT, such as _PAUSE_.")]
 Chat = Annotated[
     bool,
-    typer.Option(
-        "--chat", metavar="", help="Wrap PROMPT in the chat template as a user message; print only the answer."
-    ),
+    typer.Option("--chat", help="Wrap PROMPT in the chat template as a user message; print only the answer."),
 ]
-ShowMeta = Annotated[
-    bool, typer.Option("--show-meta", metavar="", help="Show meta-tokens in the output, such as <|meta|>.")
-]
+ShowMeta = Annotated[bool, typer.Option("--show-meta", help="Show meta-tokens in the output, such as <|meta|>.")]
 MaxNewTokens = Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Length limit of the new text.")]
 MetaEvery = Annotated[
     int | None, typer.Option(metavar="TOKENS", min=1, help="Insert a meta-token every so many generated tokens.")
@@ -64,7 +60,7 @@ Temperature = Annotated[
     typer.Option(metavar="T", min=0.0, max=1e6, help="Sampling temperature; 0 always picks the likeliest token."),
 ]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, max=2**63 - 1, help="Random seed.")]
-TextAsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON lines instead of text or a table.")]
+TextAsJson = Annotated[bool, typer.Option("--json", help="Print JSON lines instead of text or a table.")]
 
 
 def generate(

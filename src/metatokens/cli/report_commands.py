@@ -22,9 +22,7 @@ def reproduce(
     only: Annotated[
         str | None, typer.Option(metavar="NAME", help="Run only the stages of this table or task, such as table7.")
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", metavar="", help="Print the remaining stages and their cost.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the remaining stages and their cost.")] = False,
     executor: options.Executor = "processes",
     workers: Annotated[
         int | None,

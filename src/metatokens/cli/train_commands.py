@@ -115,7 +115,7 @@ Lora = Annotated[
     str | None, typer.Option(metavar="rank=N", help="Train LoRA adapters of this rank, not the base (PEFT).")
 ]
 KeepAdapter = Annotated[
-    bool, typer.Option("--keep-adapter", metavar="", help="With --lora, write the adapters alone, as PEFT does.")
+    bool, typer.Option("--keep-adapter", help="With --lora, write the adapters alone, as PEFT does.")
 ]
 
 
@@ -234,9 +234,7 @@ def retrofit(
         str | None,
         typer.Option(metavar="N,...", help="Blocks with meta-attention, from 0, or none; by default all."),
     ] = None,
-    delta: Annotated[
-        bool, typer.Option("--delta", metavar="", help="Write only the added weights, not the base.")
-    ] = False,
+    delta: Annotated[bool, typer.Option("--delta", help="Write only the added weights, not the base.")] = False,
 ) -> None:
     """Give a pretrained model meta-tokens and meta-attention.
 
