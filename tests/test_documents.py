@@ -159,7 +159,8 @@ def test_commands_that_are_not_run_have_their_options():
     shown = "\n".join(text for page in PAGES for text in blocks_in(page, "console"))
     written = re.findall(r"metatokens (\w+) ((?:[^\n]|\\\n)*)", shown.replace("\\\n", " "))
 
-    assert {"pretrain", "tokenize", "reproduce"} <= {verb for verb, _ in written}
+    verbs = {verb for verb, _ in written}
+    assert {"pretrain", "tokenize", "reproduce"} <= verbs
     for verb, rest in written:
         options = {word for word in rest.split() if word.startswith("--")}
         assert options <= known[verb]
@@ -221,7 +222,9 @@ def test_the_readme_names_the_folders_in_the_order_of_their_imports():
     folders = {path.parent.name for path in (ROOT / "src/metatokens").glob("[a-z]*/*.*")}
 
     assert sorted(shown) == sorted(folders)
-    assert [name for name in ORDER if name in folders] == [name for name in shown if name in ORDER]
+    in_order = [name for name in ORDER if name in folders]
+    shown_in_order = [name for name in shown if name in ORDER]
+    assert in_order == shown_in_order
     for folder in re.findall(r"(\w+)/", tree.splitlines()[-1]):
         assert (ROOT / folder).is_dir()
 

@@ -74,7 +74,8 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def test_every_stage_is_in_the_order():
-    assert {stage_of(module) for module in MODULES} == {*ORDER, "__init__"}
+    stages = {stage_of(module) for module in MODULES}
+    assert stages == {*ORDER, "__init__"}
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if module != "__init__"])

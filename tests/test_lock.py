@@ -12,5 +12,6 @@ def test_the_bill_of_materials_lists_what_is_locked():
 
     components = json.loads((ROOT / "bom.json").read_text(encoding="utf-8"))["components"]
 
-    assert {(component["name"], component["version"]) for component in components} == locked
+    listed = {(component["name"], component["version"]) for component in components}
+    assert listed == locked
     assert len(locked) > 40

@@ -15,7 +15,8 @@ def test_each_value_occurs_in_as_few_cases_as_the_longest_parameter_has_values(c
 
     assert len(chosen) == max(counts)
     for name, count in zip("abcd", counts, strict=False):
-        assert {case[name] for case in chosen} == set(range(count))
+        values = {case[name] for case in chosen}
+        assert values == set(range(count))
 
 
 def test_a_parameter_that_goes_with_one_value_alone_occurs_too():

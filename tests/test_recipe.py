@@ -52,7 +52,8 @@ def test_bundled_recipes_are_of_their_kind(name):
 
 def test_a_bundled_recipe_is_read_by_its_name_or_its_file():
     folder = Path(metatokens.__file__).parent / "recipes"
-    assert {path.stem for path in folder.iterdir()} == set(PACKAGED)
+    names = {path.stem for path in folder.iterdir()}
+    assert names == set(PACKAGED)
     for name, kind in PACKAGED.items():
         assert load_recipe(kind, name) == load_recipe(kind, str(folder / f"{name}.yaml"))
 

@@ -46,8 +46,21 @@ class RecordingOracle(DenseOracle):
         return super().attention(x, name, allowed)
 
 
+def record(model: MetaGPT2ForCausalLM, ids: Sequence[int], *, zeroed: bool = False) -> RecordingOracle:
+    """The oracle after a pass over a prompt."""
+    oracle = RecordingOracle(model, zeroed=zeroed)
+    with torch.no_grad():
+        oracle.logits(ids)
+    return oracle
+
+
 def bare_example(ids: Sequence[int], answer: int = 5) -> Example:
     """An example with these prompt ids and a one-token answer; its text is not used."""
     return Example(
-        prompt="?", markers=(), completion="!", input_ids=(*ids, answer, 0), answer_start=len(ids), n_tokens=len(ids)
+        prompt="?",
+        markers=(),
+        completion="!",
+        input_ids=(*ids, answer, 0),
+        answer_start=len(ids),
+        n_tokens=len(ids),
     )

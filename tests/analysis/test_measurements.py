@@ -13,64 +13,78 @@ from metatokens.analysis.samples import Samples, summary
 from metatokens.evaluation.intervals import wilson_interval
 from metatokens.records import QUANTILES
 
-FIELDS = {"analysis": "sharpness", "model": "meta", "position_embedding": "rope", "seed": 0}
-
 
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=9))
-def test_with_one_value_an_example_the_interval_is_the_usual_one(values: list[float]) -> None:
-    found = summary([np.array([value]) for value in values])
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    assert found["n"] == len(values)
-    assert found["value"] == pytest.approx(statistics.fmean(values))
-    assert (found["low"], found["high"]) == pytest.approx(
-        (found["value"] - 1.96 * error, found["value"] + 1.96 * error)
-    )
+def test_with_one_value_an_example_the_interval_is_the_usual_one(values):
+    summarized = summary([np.array([value]) for value in values])
+
+    mean = statistics.fmean(values)
+    reach = 1.96 * statistics.stdev(values) / math.sqrt(len(values))
+    assert summarized["n"] == len(values)
+    assert summarized["value"] == pytest.approx(mean)
+    assert summarized["low"] == pytest.approx(mean - reach)
+    assert summarized["high"] == pytest.approx(mean + reach)
 
 
-def test_values_of_one_example_count_as_one_in_the_interval() -> None:
+def test_values_of_one_example_count_as_one_in_the_interval():
     once = summary([np.array([value]) for value in (1.0, 2.0, 4.0)])
     often = summary([np.full(50, value) for value in (1.0, 2.0, 4.0)])
+
     assert often["n"] == 150
-    assert (often["value"], often["low"], often["high"]) == pytest.approx((once["value"], once["low"], once["high"]))
+    for end in ("value", "low", "high"):
+        assert often[end] == pytest.approx(once[end])
 
 
-def test_the_interval_covers_the_mean_of_examples_of_different_sizes() -> None:
-    generator = np.random.default_rng(0)
-    hits = 0
+def test_the_interval_covers_the_mean_of_examples_of_different_sizes():
+    draw = np.random.default_rng(0)
+    covered = 0
     for _ in range(400):
-        sizes = generator.integers(1, 9, size=60)
-        found = summary([generator.normal(generator.normal(3, 1), 1, size=size) for size in sizes])
-        hits += found["low"] <= 3 <= found["high"]
-    assert 0.91 < hits / 400 < 0.98
+        examples = []
+        for size in draw.integers(1, 9, size=60):
+            mean_of_example = draw.normal(3, 1)
+            examples.append(draw.normal(mean_of_example, 1, size=size))
+        summarized = summary(examples)
+        covered += summarized["low"] <= 3 <= summarized["high"]
+
+    assert 0.91 < covered / 400 < 0.98
 
 
-def test_quantiles() -> None:
-    found = summary([np.arange(60.0), np.arange(60.0, 101.0)])
-    assert found["quantiles"] == pytest.approx([100 * level for level in QUANTILES])
+def test_quantiles():
+    summarized = summary([np.arange(60.0), np.arange(60.0, 101.0)])
+
+    expected = [100 * level for level in QUANTILES]
+    assert summarized["quantiles"] == pytest.approx(expected)
 
 
-def test_proportions_have_no_quantiles_and_stay_in_range() -> None:
-    found = summary([np.array([True] * 9), np.array([True, False])])
-    assert (found["value"], found["n"]) == (pytest.approx(10 / 11), 11)
-    assert 0 <= found["low"] < found["value"] < found["high"] <= 1
-    assert "quantiles" not in found
+def test_proportions_have_no_quantiles_and_stay_in_range():
+    summarized = summary([np.array([True] * 9), np.array([True, False])])
     certain = summary([np.array([True] * 9)] * 4)
+
+    assert summarized["value"] == pytest.approx(10 / 11)
+    assert 0 <= summarized["low"] < summarized["value"] < summarized["high"] <= 1
+    assert "quantiles" not in summarized
     assert (certain["low"], certain["high"]) == wilson_interval(4, 4)
 
 
-def test_nothing_to_average_and_a_single_example() -> None:
-    assert summary([np.array([])]) == {"value": None, "n": 0}
+def test_nothing_to_average_and_a_single_example():
     single = summary([np.array([1.0, 3.0])])
-    assert (single["value"], "low" in single) == (2.0, False)
+
+    assert summary([np.array([])]) == {"value": None, "n": 0}
+    assert single["value"] == 2.0
+    assert "low" not in single
 
 
-def test_samples_are_filed_by_their_fields() -> None:
+def test_samples_are_filed_by_their_fields():
     samples = Samples()
     samples.add(0, torch.tensor([[1.0, 2.0]]), metric="similarity_centred", layer=0)
     samples.add(1, torch.tensor(6.0), metric="similarity_centred", layer=0)
     samples.add(0, torch.tensor(5.0), metric="similarity_centred", layer=1)
     samples.add(0, torch.tensor(3.0), metric="similarity_centred", layer=0)
-    first, second = samples.measurements(**FIELDS | {"analysis": "residual"})
-    assert (first.layer, first.value, first.n, second.layer, second.value, second.n) == (0, 3.0, 4, 1, 5.0, 1)
+
+    first, second = samples.measurements(analysis="residual", model="meta", position_embedding="rope", seed=0)
+
     expected = summary([np.array([1.0, 2.0, 3.0]), np.array([6.0])])
-    assert (first.low, first.high) == pytest.approx((expected["low"], expected["high"]))
+    assert (first.layer, first.value, first.n) == (0, 3.0, 4)
+    assert (second.layer, second.value, second.n) == (1, 5.0, 1)
+    assert first.low == pytest.approx(expected["low"])
+    assert first.high == pytest.approx(expected["high"])

@@ -173,7 +173,8 @@ def test_a_meta_token_changes_no_id_of_the_text(text, put_space, tmp_path):
         encode_prompt(tokenizer, text, "_PAUSE_"),
         encode_chat(tokenizer, text, "_PAUSE_"),
     ):
-        assert [token for token in ids if token != meta] == plain
+        text_ids = [token for token in ids if token != meta]
+        assert text_ids == plain
         assert ids.count(meta) == len(segments) - 1
     text_ids = [token for token in example.input_ids if token != meta]
     assert text_ids == [*plain, *answer, tokenizer.eos_token_id]

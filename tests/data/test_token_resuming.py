@@ -58,7 +58,8 @@ def three_parts(files, monkeypatch):
     monkeypatch.setattr(corpus_module, "PART_BYTES", 2_000)
     monkeypatch.setattr(writing, "SHARD_CHARACTERS", 800)
     monkeypatch.setattr(writing, "BATCH_CHARACTERS", 300)
-    assert [len(part.files) for part in corpus_parts(files["corpus_spec"])] == [2, 2, 1]
+    sizes = [len(part.files) for part in corpus_parts(files["corpus_spec"])]
+    assert sizes == [2, 2, 1]
     return files | {"held_out": 0.2, "workers": 1}
 
 
@@ -246,7 +247,8 @@ def test_workers_share_the_parts_and_change_no_byte(
     write_token_store(tmp_path / "2", **arguments | {"workers": 2})
 
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
-    assert {shard.part for shard in alone.manifest.splits["train"].shards} == set(range(parts))
+    parts_stored = {shard.part for shard in alone.manifest.splits["train"].shards}
+    assert parts_stored == set(range(parts))
     stored = documents_of(alone, "train") + documents_of(alone, "held_out")
     assert sorted(stored) == sorted(word_documents(documents))
 

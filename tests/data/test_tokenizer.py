@@ -67,8 +67,10 @@ def test_words_of_the_extra_texts_become_single_tokens_at_little_cost(trained):
     spaced = [f" {word}" for word in WORDS]
     documents = list(topics.values())
 
-    assert [len(ids) for ids in encode_text(trained, spaced)] == [1] * len(WORDS)
-    assert min(len(ids) for ids in encode_text(without, spaced)) > 1
+    lengths = [len(ids) for ids in encode_text(trained, spaced)]
+    assert lengths == [1] * len(WORDS)
+    shortest_without = min(len(ids) for ids in encode_text(without, spaced))
+    assert shortest_without > 1
     tokens = sum(map(len, encode_text(trained, documents)))
     assert tokens < 1.05 * sum(map(len, encode_text(without, documents)))
 

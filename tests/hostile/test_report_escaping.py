@@ -180,8 +180,10 @@ def report(request, tmp_path_factory):
 def test_a_page_has_only_elements_of_its_own(report):
     page = Page(report.html)
 
-    assert {tag for tag, _ in page.elements} <= STRUCTURE | TEXT | TABLES | PICTURES
-    assert [comment.strip() for comment in page.other] == ["metatokens report"]
+    tags = {tag for tag, _ in page.elements}
+    assert tags <= STRUCTURE | TEXT | TABLES | PICTURES
+    comments = [comment.strip() for comment in page.other]
+    assert comments == ["metatokens report"]
     for tag, attributes in page.elements:
         for name, value in attributes.items():
             assert not name.startswith("on")
@@ -217,7 +219,8 @@ def test_a_page_is_the_same_but_for_the_text(report):
 def test_markdown_has_no_elements_but_its_own(report):
     page = Page(re.sub(r"\\(.)", "", report.markdown))  # the HTML that a Markdown file may hold
 
-    assert {tag for tag, _ in page.elements} <= {
+    tags = {tag for tag, _ in page.elements}
+    assert tags <= {
         "details",
         "summary",
         "pre",
@@ -226,7 +229,8 @@ def test_markdown_has_no_elements_but_its_own(report):
     }
     for _, attributes in page.elements:
         assert attributes.keys() <= {"markdown"}
-    assert [comment.strip() for comment in page.other] == ["metatokens report"]
+    comments = [comment.strip() for comment in page.other]
+    assert comments == ["metatokens report"]
 
 
 def test_markdown_shows_text(report):

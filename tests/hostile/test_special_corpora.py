@@ -116,7 +116,8 @@ def test_parquet_columns_of_any_type(column, tmp_path, clean):
 
     with clean():
         documents = list(read_corpus(str(tmp_path / "a.parquet")))
-        assert documents == [text for text in column.to_pylist() if text]
+        texts = [text for text in column.to_pylist() if text]
+        assert documents == texts
 
 
 @cases(15)

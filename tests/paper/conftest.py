@@ -29,13 +29,13 @@ class InThisProcess:
 
 
 @pytest.fixture
-def tiny(small_corpus: Path) -> Preset:
+def tiny(small_corpus):
     """The tiny preset."""
     return tiny_preset.tiny(str(small_corpus))
 
 
 @pytest.fixture
-def reproduce(tiny: Preset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def reproduce(tiny, tmp_path, monkeypatch):
     """Carries out the tiny preset, or another, in this process, and gives the run's folder."""
     monkeypatch.setattr(pools, "ProcessPoolExecutor", InThisProcess)
 
@@ -48,7 +48,7 @@ def reproduce(tiny: Preset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture(scope="session")
-def undisturbed(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(small_corpus, tmp_path_factory):
     """A run that nothing interrupted."""
     out = tmp_path_factory.mktemp("runs") / "undisturbed"
     with pytest.MonkeyPatch.context() as patch:
@@ -59,6 +59,6 @@ def undisturbed(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture
-def copied(undisturbed: Path, tmp_path: Path) -> Path:
+def copied(undisturbed, tmp_path):
     """A copy of that run, which `reproduce` resumes."""
     return shutil.copytree(undisturbed, tmp_path / "run")

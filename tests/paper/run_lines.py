@@ -4,23 +4,23 @@ import gzip
 import json
 from pathlib import Path
 
-from metatokens.paper.records import lines_file
-
 
 def records(out: Path) -> dict[str, str]:
     """The line of each finished stage, in the order in which the stages finished."""
     log = out / "stages.jsonl"
-    return {json.loads(line)["name"]: line for line in log.read_text().splitlines()} if log.exists() else {}
+    if not log.exists():
+        return {}
+    return {json.loads(line)["name"]: line for line in log.read_text().splitlines()}
 
 
 def lines(out: Path) -> dict[str, list[str]]:
     """The records of all stages, in a fixed order."""
-    found = {}
+    by_file = {}
     for name in ("results", "analysis", "curves"):
-        file = lines_file(out, name)
-        content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-        found[f"{name}.jsonl"] = sorted(content.decode().splitlines())
-    return found
+        plain, packed = out / f"{name}.jsonl", out / f"{name}.jsonl.gz"
+        content = plain.read_bytes() if plain.exists() else gzip.decompress(packed.read_bytes())
+        by_file[f"{name}.jsonl"] = sorted(content.decode().splitlines())
+    return by_file
 
 
 def unpack(out: Path) -> None:

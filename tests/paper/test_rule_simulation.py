@@ -10,14 +10,38 @@ from functools import cache
 import numpy as np
 import pytest
 
-from metatokens.paper.rule import Effect, Kind, Stratum, effect, prompt_variance, verdict
+from metatokens.paper.rule import (
+    Effect,
+    Kind,
+    Stratum,
+    effect,
+    prompt_variance,
+    verdict,
+)
 
-TASKS = {"parity": 0.05, "copying": 0.03, "segment_counting": 0.08, "list_recall": 0.15}  # SD between runs, as observed
-SIZES = {3: (500, 2000), 5: (500, 2000), 12: (500, 1500)}  # runs a side: prompts, repetitions
-LUCKS = [None, 0.6]
+TASKS = {
+    "parity": 0.05,
+    "copying": 0.03,
+    "segment_counting": 0.08,
+    "list_recall": 0.15,
+}  # SD between runs, as observed
+SIZES = {
+    3: (500, 2000),
+    5: (500, 2000),
+    12: (500, 1500),
+}  # runs a side: prompts, repetitions
+
+of_luck = pytest.mark.parametrize("luck", [None, 0.6])
+of_runs = pytest.mark.parametrize("runs", SIZES)
 
 
-def _answers(rng: np.random.Generator, runs: int, prompts: int, spread: float, luck: float | None) -> list[np.ndarray]:
+def draw_answers(
+    generator: np.random.Generator,
+    runs: int,
+    prompts: int,
+    spread: float,
+    luck: float | None,
+) -> list[np.ndarray]:
     """Right and wrong of two models that are equally good, each an array (runs, prompts), the second's negative.
 
     A run's probability of being right is 1/2, plus its own luck, plus the prompt's difficulty, plus how much harder
@@ -28,73 +52,101 @@ def _answers(rng: np.random.Generator, runs: int, prompts: int, spread: float, l
     """
     furthest = min(3 * spread, 0.36)
     room = 0.02 if luck else (0.5 - furthest) / 2
-    shared, sides = rng.uniform(-room, room, prompts), []
+    difficulty = generator.uniform(-room, room, prompts)
+    sides = []
     for sign in (1.0, -1.0):
-        own = rng.normal(0, spread, runs).clip(-furthest, furthest)
-        own = np.where(rng.random(runs) < luck, 0.45, -0.3) if luck else own
-        chance = 0.5 + own[:, None] + (shared + rng.uniform(-room, room, prompts))
-        sides.append(sign * (rng.random((runs, prompts), dtype=np.float32) < chance))
+        luck_of_runs = generator.normal(0, spread, runs).clip(-furthest, furthest)
+        if luck:
+            luck_of_runs = np.where(generator.random(runs) < luck, 0.45, -0.3)
+        difficulty_for_model = difficulty + generator.uniform(-room, room, prompts)
+        chance = 0.5 + luck_of_runs[:, None] + difficulty_for_model
+        sides.append(sign * (generator.random((runs, prompts), dtype=np.float32) < chance))
     return sides
 
 
+def stratum_of(task: str, sides: list[np.ndarray]) -> Stratum:
+    means = tuple(side.mean(axis=1) for side in sides)
+    return Stratum(task, means, prompts=max(prompt_variance(sides), 0.0))
+
+
 @cache
-def _effects(runs: int, luck: float | None) -> list[Effect]:
-    """What the rule finds of four tasks, again and again; the truth is 0."""
+def effects(runs: int, luck: float | None) -> list[Effect]:
+    """What the rule says of four tasks, again and again; the truth is 0."""
     prompts, repetitions = SIZES[runs]
-    rng, found = np.random.default_rng(runs), []
+    generator = np.random.default_rng(runs)
+    results = []
     for _ in range(repetitions):
         strata = []
         for task, spread in TASKS.items():
-            sides = _answers(rng, runs, prompts, spread, luck)
-            means = tuple(side.mean(axis=1) for side in sides)
-            strata.append(Stratum(task, means, prompts=max(prompt_variance(sides), 0.0)))
-        found.append(effect(strata))
-    return found
+            strata.append(stratum_of(task, draw_answers(generator, runs, prompts, spread, luck)))
+        results.append(effect(strata))
+    return results
 
 
-def _rates(runs: int, luck: float | None, truth: float, kind: Kind) -> Counter[str]:
+def rates(runs: int, luck: float | None, truth: float, kind: Kind) -> Counter[str]:
     """How often each verdict is told, in percent, where the true effect is as given."""
-    found = _effects(runs, luck)
-    moved = [replace(one, value=one.value + truth, low=one.low + truth, high=one.high + truth) for one in found]
-    counts = Counter(verdict(one, kind, 0.05) for one in moved)
-    return Counter({word: 100 * count / len(found) for word, count in counts.items()})
+    verdicts: Counter[str] = Counter()
+    for result in effects(runs, luck):
+        moved = replace(
+            result,
+            value=result.value + truth,
+            low=result.low + truth,
+            high=result.high + truth,
+        )
+        verdicts[verdict(moved, kind, 0.05)] += 100 / len(effects(runs, luck))
+    return verdicts
 
 
-@pytest.mark.parametrize("luck", LUCKS)
-@pytest.mark.parametrize("runs", SIZES)
-def test_the_interval_holds_the_truth_as_often_as_it_promises(runs: int, luck: float | None) -> None:
-    assert 0.93 <= np.mean([one.low <= 0 <= one.high for one in _effects(runs, luck)]) <= 0.97
+@of_luck
+@of_runs
+def test_the_interval_holds_the_truth_as_often_as_it_promises(runs, luck):
+    covered = [result.low <= 0 <= result.high for result in effects(runs, luck)]
+
+    assert 0.93 <= np.mean(covered) <= 0.97
 
 
-@pytest.mark.parametrize("luck", LUCKS)
-@pytest.mark.parametrize("runs", SIZES)
-def test_false_calls_are_at_most_one_in_twenty(runs: int, luck: float | None) -> None:
+@of_luck
+@of_runs
+@pytest.mark.parametrize(
+    ("kind", "truth", "false"),
+    [
+        ("gain", 0.0, ["supported"]),
+        ("gain", 0.05, ["contradicted", "equivalent"]),
+        ("gain", -0.05, ["supported", "equivalent"]),
+        ("match", -0.05, ["supported"]),
+        ("match", -0.05, ["contradicted"]),
+        ("above", 0.0, ["supported"]),
+        ("above", 0.0, ["contradicted"]),
+    ],
+)
+def test_false_calls_are_at_most_one_in_twenty(kind, truth, false, runs, luck):
     """At the worst truths: no gain at all, a gain or a loss just worth mentioning, and a bound just met."""
-    assert _rates(runs, luck, 0.0, "gain")["supported"] <= 5
-    worth_mentioning = _rates(runs, luck, 0.05, "gain")
-    assert worth_mentioning["contradicted"] + worth_mentioning["equivalent"] <= 5
-    loss = _rates(runs, luck, -0.05, "gain")
-    assert loss["supported"] + loss["equivalent"] <= 5
-    boundaries: tuple[tuple[Kind, float], ...] = (("match", -0.05), ("above", 0.0))
-    for kind, boundary in boundaries:  # there, either word is false
-        found = _rates(runs, luck, boundary, kind)
-        assert max(found["supported"], found["contradicted"]) <= 5
+    told = rates(runs, luck, truth, kind)
+
+    percent = sum(told[verdict] for verdict in false)
+    assert percent <= 5
 
 
-def test_twelve_runs_find_what_is_there() -> None:
-    assert _rates(12, None, 0.1, "gain")["supported"] > 95
-    assert _rates(12, None, 0.0, "gain")["equivalent"] + _rates(12, None, 0.0, "gain")["contradicted"] > 60
-    assert _rates(12, None, -0.1, "gain")["contradicted"] > 95
+def test_twelve_runs_find_what_is_there():
+    none = rates(12, None, 0.0, "gain")
+
+    assert rates(12, None, 0.1, "gain")["supported"] > 95
+    assert none["equivalent"] + none["contradicted"] > 60
+    assert rates(12, None, -0.1, "gain")["contradicted"] > 95
 
 
-def test_prompts_that_are_left_out_of_the_interval_would_be_missed() -> None:
+def test_prompts_that_are_left_out_of_the_interval_would_be_missed():
     """With little luck of training and few prompts, the runs alone hold the truth too rarely."""
-    rng, alone, whole = np.random.default_rng(1), 0, 0
+    generator = np.random.default_rng(1)
+    covered_without, covered_with = 0, 0
     for _ in range(1000):
-        sides = _answers(rng, 12, 60, 0.005, None)
-        runs = Stratum("parity", tuple(side.mean(axis=1) for side in sides))
-        without, with_prompts = effect([runs]), effect([replace(runs, prompts=max(prompt_variance(sides), 0.0))])
-        alone += without.low <= 0 <= without.high
-        whole += with_prompts.low <= 0 <= with_prompts.high
-    assert alone < 880
-    assert 930 <= whole <= 970
+        stratum = stratum_of("parity", draw_answers(generator, 12, 60, 0.005, None))
+        without_prompts, with_prompts = (
+            effect([replace(stratum, prompts=0.0)]),
+            effect([stratum]),
+        )
+        covered_without += without_prompts.low <= 0 <= without_prompts.high
+        covered_with += with_prompts.low <= 0 <= with_prompts.high
+
+    assert covered_without < 880
+    assert 930 <= covered_with <= 970

@@ -74,7 +74,8 @@ def test_jobs_give_the_same_results_and_one_that_is_killed_is_submitted_again(
     assert (status, output) == (0, ""), error
     assert set(records(out)) == {"tokenize", "pretrain-meta", "perplexity-meta"}
     of_meta = [line for line in lines(undisturbed)["results.jsonl"] if '"model":"meta"' in line]
-    assert lines(out)["results.jsonl"] == [line for line in of_meta if '"perplexity"' in line]
+    perplexities = [line for line in of_meta if '"perplexity"' in line]
+    assert lines(out)["results.jsonl"] == perplexities
     assert not folder.exists()
     assert list(out.rglob("*.pkl")) == []
 
@@ -168,7 +169,8 @@ def stalled(small_corpus, tmp_path, forked):
 def assert_cut_off_in_pretraining(out: Path) -> None:
     assert {"tokenize", "pretrain-meta"} & set(records(out)) == {"tokenize"}
     checkpoints = out / "models" / "meta" / "pretrained" / "checkpoints"
-    assert [path.name for path in checkpoints.iterdir()] == ["checkpoint-2"]
+    names = [path.name for path in checkpoints.iterdir()]
+    assert names == ["checkpoint-2"]
 
 
 def test_ctrl_c_and_going_on_in_worker_processes(stalled, forked, small_corpus, undisturbed, tmp_path):
@@ -188,7 +190,8 @@ def test_ctrl_c_and_going_on_in_worker_processes(stalled, forked, small_corpus, 
     assert (status, output) == (0, ""), error
     *progress, _, last = error.splitlines()  # one of the report
     assert last == f"report: {out / 'report' / 'index.html'}"
-    assert sum(" left: " in line for line in progress) >= 4
+    lines_with_the_time_left = sum(" left: " in line for line in progress)
+    assert lines_with_the_time_left >= 4
     assert progress[-1].startswith("100% in ")
     assert (out / "report" / "index.html").stat().st_size > 10_000
     assert before.items() <= records(out).items()

@@ -17,13 +17,28 @@ import submitit
 from metatokens import cli
 from metatokens.evaluation import accuracy
 from metatokens.paper import presets
-from metatokens.paper.variants import Ablation, Analysis, LandmarksTest, Preset, TrainedModel
+from metatokens.paper.variants import (
+    Ablation,
+    Analysis,
+    LandmarksTest,
+    Preset,
+    TrainedModel,
+)
 from metatokens.training.trainer import RunCallback
 
 accuracy.SHORTCUT_PROMPTS = 40  # in place of 2,000, which each run would draw again
 
-TRAINING = ("training.save_steps=2", "training.logging_steps=1", "training.per_device_train_batch_size=4")
-SIZES = ("model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2", "data.block_size=32")
+TRAINING = (
+    "training.save_steps=2",
+    "training.logging_steps=1",
+    "training.per_device_train_batch_size=4",
+)
+SIZES = (
+    "model.hidden_size=16",
+    "model.num_hidden_layers=1",
+    "model.num_attention_heads=2",
+    "data.block_size=32",
+)
 
 
 class Tiny(Preset):
@@ -38,7 +53,11 @@ def tiny(corpus: str, models: Sequence[str] = ("gpt2", "meta")) -> Tiny:
         pretrain_recipe="demo",
         finetune_recipes={"parity": "demo_finetune"},
         pretrain_overrides=("training.max_steps=4", *TRAINING, *SIZES),
-        finetune_overrides=("task.train_lengths=[64]", "training.max_steps=4", *TRAINING),
+        finetune_overrides=(
+            "task.train_lengths=[64]",
+            "training.max_steps=4",
+            *TRAINING,
+        ),
         test_counts={64: 4, 128: 3},
         models=tuple(TrainedModel(model=model, tasks=("parity",)) for model in models),
         extra_conditions={"parity": ("decoy",)},
@@ -70,7 +89,15 @@ def wide(corpus: str) -> Preset:
         tasks=("parity",),
     )
     analyses = [
-        Analysis(kind=kind, tables=("figure3",), **of, train_length=64, length=64, n=n, interventions=changes)
+        Analysis(
+            kind=kind,
+            tables=("figure3",),
+            **of,
+            train_length=64,
+            length=64,
+            n=n,
+            interventions=changes,
+        )
         for kind, n, changes in (
             ("sharpness", 2, (None,)),
             ("residual", 2, (None,)),
@@ -106,5 +133,13 @@ def reproduce(preset: Tiny, out: Path, options: str) -> None:
     """The command."""
     submitit.Job._results_timeout_s = 1  # in place of 15 seconds for a killed job
     presets.PRESETS = {"tiny": preset}
-    sys.argv = ["metatokens", "reproduce", "--preset", "tiny", "--out", str(out), *options.split()]
+    sys.argv = [
+        "metatokens",
+        "reproduce",
+        "--preset",
+        "tiny",
+        "--out",
+        str(out),
+        *options.split(),
+    ]
     cli.main()

@@ -1,9 +1,9 @@
 """A small tokenizer and made-up documents that the tasks' tests share."""
 
 import random
+import string
 
 import pytest
-from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.tasks import curriculum
@@ -18,15 +18,16 @@ CASES = [
 
 
 @pytest.fixture(scope="session")
-def documents() -> list[str]:
+def documents():
     """Texts of 5 to 4,000 words: line breaks and apostrophes in all, bars and accents in some."""
     draw = random.Random(0)
-    words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(1, 7))) for _ in range(150)]
-    words += ["it's", "they'll", "co-op", "3.14", "1999", "snake_case"]
-    accented = [*words, *["naïve", "Zürich", "世界", "…", "“so”"] * 5]
+    words = ["it's", "they'll", "co-op", "3.14", "1999", "snake_case"]
+    for _ in range(150):
+        words.append("".join(draw.choices(string.ascii_lowercase, k=draw.randint(1, 7))))
+    accented = words + ["naïve", "Zürich", "世界", "…", "“so”"] * 5
     separators = [" "] * 12 + [", ", ". ", "\n", "\n\n", " -- ", "!  "]
 
-    def text(length: int, words: list[str], separators: list[str]) -> str:
+    def text(length, words, separators):
         return "".join(draw.choice(words) + draw.choice(separators) for _ in range(length))
 
     return [
@@ -40,6 +41,6 @@ def documents() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(documents: list[str]) -> PreTrainedTokenizerBase:
+def tokenizer(documents):
     """A byte-level BPE in which the tasks' words, like most others, are one token each."""
     return load_tokenizer("train:1400", corpus=documents, extra_texts=curriculum.task_texts())

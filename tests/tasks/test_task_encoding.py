@@ -3,19 +3,21 @@
 import pytest
 
 from metatokens.data.tokenizer import encode_text
-from metatokens.tasks import curriculum
+from metatokens.tasks.curriculum import TaskData
 from tests.tasks.conftest import CASES
 
 
 @pytest.mark.parametrize(("task", "condition"), CASES)
 def test_example_ids_are_its_segments_meta_tokens_answer_and_end(task, condition, tokenizer, documents):
-    data = curriculum.TaskData(task, tokenizer=tokenizer, condition=condition, documents=documents)
+    data = TaskData(task, tokenizer=tokenizer, condition=condition, documents=documents)
     for index in range(30):
         example = data.sample(index, 1 + index % 5, "train")
+
         expected, start = [], 0
         for offset in example.markers:
             assert example.prompt[offset : offset + 8] == " _PAUSE_"
-            expected += [*encode_text(tokenizer, [example.prompt[start:offset]])[0], tokenizer.meta_token_id]
+            [segment] = encode_text(tokenizer, [example.prompt[start:offset]])
+            expected += [*segment, tokenizer.meta_token_id]
             start = offset + 8
         assert start == len(example.prompt), "the prompt ends with a meta-token"
         assert example.input_ids[: example.answer_start] == tuple(expected)
@@ -26,10 +28,3 @@ def test_example_ids_are_its_segments_meta_tokens_answer_and_end(task, condition
         if task == "copying" and condition in ("paper", "decoy"):
             first = expected.index(tokenizer.meta_token_id) + 1
             assert expected[first : first + len(answer)] == answer, "the answer has the ids of the bracketed text"
-
-
-def test_task_words_become_single_tokens(tokenizer):
-    texts = curriculum.task_texts()
-    words = {" " + word for text in texts for word in text.replace("?", "").replace(":", "").split() if word.isalpha()}
-    split = [word for word, ids in zip(words, encode_text(tokenizer, sorted(words)), strict=True) if len(ids) > 1]
-    assert len(split) < len(words) / 20

@@ -125,10 +125,12 @@ def test_the_forest_has_the_interval_of_every_claim(width, judged):
     drawn = [list(line.get_xdata()) for line in axes.lines]
     intervals = [ends for ends in drawn if len(ends) == 2]
     points = [ends[0] for ends in drawn if len(ends) == 1]
-    assert intervals == [pytest.approx(ends) for ends in expected_intervals]
+    approximate = [pytest.approx(ends) for ends in expected_intervals]
+    assert intervals == approximate
     assert points == pytest.approx(expected_points)
     texts = [text.get_text() for text in axes.texts]
-    assert sum(text in ARROWS for text in texts) == expected_arrows
+    arrows = sum(text in ARROWS for text in texts)
+    assert arrows == expected_arrows
     written = " | ".join(" ".join(text.split()) for text in texts)
     for result in judged:
         assert result.claim.text in written

@@ -15,7 +15,6 @@ from metatokens.paper.report.text import Form
 from tests.paper.report.made_lines import (
     Line,
     accuracy,
-    inner,
     recall,
     shortcut,
     wilson,
@@ -24,7 +23,6 @@ from tests.paper.report.made_lines import (
 T_975 = {1: 12.706204736, 2: 4.302652730, 3: 3.182446305}  # by degrees of freedom
 PARITY = {"task": "parity", "position_embedding": "rope", "train_length": 512}
 META = {"meta": {**PARITY, "model": "meta"}}
-META_AND_GPT2 = META | {"gpt2": {**PARITY, "model": "gpt2"}}
 AT_512 = {"512": {"length": 512}}
 
 
@@ -66,19 +64,6 @@ def test_each_run_is_shown_when_asked_for(read):
     assert table.rows[0][1] == (shown_mean([0.9, 0.8]), "runs 90.0 80.0")
 
 
-def test_rows_without_a_figure_are_kept_when_asked_for(read):
-    inputs = read(runs("meta", 0.9))
-
-    measured = tabulate(inputs, "", "", META_AND_GPT2, AT_512)
-    whole = tabulate(inputs, "", "", META_AND_GPT2, AT_512, whole=True)
-    empty = tabulate(inputs, "", "", {}, {})
-
-    assert [row[0] for row in measured.rows] == ["meta"]
-    assert [row[0] for row in whole.rows] == ["meta", "gpt2"]
-    assert whole.rows[1][1] == "\u2013"
-    assert empty.note == "Not run."
-
-
 def test_the_best_shortcut_is_a_row_where_lengths_are_columns(read):
     inputs = read(
         [
@@ -96,19 +81,6 @@ def test_the_best_shortcut_is_a_row_where_lengths_are_columns(read):
         ("best shortcut", "52.0", "60.0"),
         ("guessing", "50.0", "50.0"),
     ]
-
-
-def test_heads_of_a_run_are_averaged(read):
-    heads = [
-        inner("sharpness", "premise_holds", 0.2, head=0),
-        inner("sharpness", "premise_holds", 0.4, head=1),
-    ]
-    inputs = read([accuracy(0.5)], analysis=heads)
-
-    cell = Cell.of(inputs.select(metric="premise_holds"))
-
-    assert cell.runs == {0: pytest.approx(0.3)}
-    assert cell.estimate()[1:] == pytest.approx((0.25, 0.35))
 
 
 def test_logarithms_are_shown_raised():
@@ -244,7 +216,8 @@ def test_what_landmarks_hold_is_shown_with_what_is_kept_of_the_cache(read):
             "10.0",
         ],
     }
-    assert [line.get_label() for line in axes.lines] == ["pause", "meta"]
+    labels = [line.get_label() for line in axes.lines]
+    assert labels == ["pause", "meta"]
     for line in axes.lines:
         assert line.get_xdata() == pytest.approx([2.5, 20])
         assert line.get_ydata() == pytest.approx([31, 91])
