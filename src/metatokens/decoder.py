@@ -120,7 +120,7 @@ def _cache_bytes(model: Any, *, has_full: bool) -> tuple[int, int, int]:
     one_meta_token = torch.tensor([[model.config.meta_token_id]], device=model.device)
     cache = model.eval()(one_meta_token, use_cache=True)[CACHE]
     per_layer = [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
-    of_full = sum(per_layer[layer] for layer in cache.full) if has_full else 0
+    of_full = sum(per_layer[layer] for layer in cache.full_layers) if has_full else 0
     of_metas = 0
     for layer in cache.layers:
         keys_and_values = (getattr(layer, "second", None) or ())[:2]

@@ -120,7 +120,10 @@ def further_layers(model: PreTrainedModel) -> int:
         )
     if not model._supports_attention_backend:
         raise UserError(f"continuous batching is not for a {type(model).__name__}, whose attention reads no pages.")
-    second = [module.config for module in model.modules() if getattr(module, "is_second", False)]
+    modules = [module for module in model.modules() if getattr(module, "is_second", False)]
+    if any(module.needs_all_rows for module in modules):
+        raise UserError("continuous batching knows no second attention of this kind; call generate().")
+    second = [module.config for module in modules]
     layer_types, window = (getattr(text_config, name, None) for name in ("layer_types", "sliding_window"))
     if second and layer_types is None and window is not None:
         raise UserError("continuous batching needs a block without a sliding window; call generate() instead.")
