@@ -94,5 +94,5 @@ def test_a_record_with_a_marker_in_its_text_and_no_markers_is_named_once(
 
     _, _, error = metatokens(f"evaluate --model {small_model()} --data own.jsonl")
 
-    assert error.count("own.jsonl, line 3: the prompt has ' _PAUSE_' and no markers") == warnings
+    assert error.count("own.jsonl, record 3: the prompt has ' _PAUSE_' and no markers") == warnings
     assert error.count("no markers") == warnings

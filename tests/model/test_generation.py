@@ -11,7 +11,6 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     PreTrainedModel,
-    StaticCache,
 )
 
 from metatokens import MetaGPT2ForCausalLM
@@ -197,7 +196,6 @@ def test_no_token_is_inserted_in_training_mode_or_between_positions_of_the_calle
 
 
 SHORT_TABLE = {"position_embedding": "learned", "max_position_embeddings": 6}
-FULL_CACHE = StaticCache(tiny_model().config, max_cache_len=PROMPT.shape[1] + 5)
 WHOLE = "give generate\\(\\) the whole sequence as input_ids"
 
 
@@ -211,7 +209,6 @@ WHOLE = "give generate\\(\\) the whole sequence as input_ids"
         ({}, {"meta_every": 2, "meta_token_mask": PROMPT == META}, WHOLE),
         ({}, {"meta_every": 2, "prompt_lookup_num_tokens": 2}, "assisted generation does not support inserted"),
         ({}, {"meta_every": 2, "guidance_scale": 1.5}, "guidance_scale does not support inserted"),
-        ({}, {"meta_every": 2, "past_key_values": FULL_CACHE}, "no room for .*, inserted meta-tokens included"),
         (SHORT_TABLE, {"cache_implementation": "static"}, "6 learned positions"),
         (SHORT_TABLE, {"meta_every": 2}, "6 learned positions"),
     ],

@@ -60,7 +60,7 @@ Temperature = Annotated[
     typer.Option(metavar="T", min=0.0, max=1e6, help="Sampling temperature; 0 always picks the likeliest token."),
 ]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, max=2**63 - 1, help="Random seed.")]
-TextAsJson = Annotated[bool, typer.Option("--json", help="Print JSON lines instead of text or a table.")]
+TextAsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON lines instead of text or a table.")]
 
 
 def generate(
