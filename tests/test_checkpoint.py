@@ -61,14 +61,14 @@ def unsealed(saved):
     return saved
 
 
-def flip(path: Path, position: int, bit: int = 0) -> None:
+def flip(path, position, bit=0):
     """Damage a file: change one bit."""
     content = bytearray(path.read_bytes())
     content[position] ^= 1 << bit
     path.write_bytes(content)
 
 
-def change_config(folder: Path, **fields: object) -> None:
+def change_config(folder, **fields):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | fields))
 
@@ -141,7 +141,7 @@ def sharded(tmp_path):
     return tmp_path / "sharded"
 
 
-def shards_in(folder: Path) -> list[Path]:
+def shards_in(folder):
     return sorted(folder.glob("model-*-of-*.safetensors"))
 
 
@@ -177,7 +177,7 @@ def test_a_missing_shard_is_named(read, sharded):
         read(sharded)
 
 
-def index_of(name: object) -> str:
+def index_of(name):
     """An index with this name of a file."""
     return json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": name}})
 
@@ -221,7 +221,7 @@ def test_shards_are_fetched_and_pickles_are_not(monkeypatch, sharded):
         (sharded / name).write_bytes(b"")
     names = {path.name for path in sharded.iterdir()}
 
-    def fetched(name: str, **patterns: list[str]) -> str:
+    def fetched(name, **patterns):
         assert set(filter_repo_objects(names, **patterns)) == names - {"pytorch_model.bin"}
         return str(sharded)
 
@@ -293,7 +293,7 @@ def test_a_folder_without_a_model_names_the_nearest_ones_below(saved, tmp_path_f
 
 
 def test_a_save_that_is_cut_off_is_not_taken_for_complete(saved, monkeypatch):
-    def interrupted(*args: object) -> None:
+    def interrupted(*args):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -375,24 +375,24 @@ def test_a_configuration_that_is_of_another_model_is_refused(unsealed, fields, m
     assert "\n" not in str(refusal.value)
 
 
-def no_folder(folder: Path) -> None:
+def no_folder(folder):
     shutil.rmtree(folder)
     folder.write_text("not a folder")
 
 
-def no_json(folder: Path) -> None:
+def no_json(folder):
     (folder / "config.json").write_text("{")
 
 
-def no_weights(folder: Path) -> None:
+def no_weights(folder):
     (folder / WEIGHTS).unlink()
 
 
-def damaged_header(folder: Path) -> None:
+def damaged_header(folder):
     flip(folder / WEIGHTS, 12)
 
 
-def no_decoder(folder: Path) -> None:
+def no_decoder(folder):
     BertConfig(hidden_size=32, num_attention_heads=4).save_pretrained(folder)
 
 

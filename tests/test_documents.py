@@ -50,20 +50,20 @@ SMALLER = {
 }
 
 
-def text_of(page: Path) -> str:
+def text_of(page):
     return page.read_text(encoding="utf-8")
 
 
-def blocks(page: Path) -> list[tuple[str, str]]:
+def blocks(page):
     """The fenced blocks of a page: language and text."""
     return [(token.info, token.content) for token in MARKDOWN.parse(text_of(page)) if token.type == "fence"]
 
 
-def blocks_in(page: Path, language: str) -> list[str]:
+def blocks_in(page, language):
     return [text for marked_as, text in blocks(page) if marked_as == language]
 
 
-def commands(block: str) -> list[str]:
+def commands(block):
     """The commands of a shell block, without the word `metatokens`; one may go over several lines within its quotes."""
     return re.findall(
         r"^metatokens ((?:\"[^\"]*\"|[^\"\n#])*)",
@@ -72,7 +72,7 @@ def commands(block: str) -> list[str]:
     )
 
 
-def smaller(command: str) -> str:
+def smaller(command):
     """The command at the size of a test. A run that an earlier command finished stays finished."""
     for size, tiny in SMALLER.items():
         command = command.replace(size, tiny, 1)
@@ -262,7 +262,7 @@ def test_the_picture_is_of_the_result_lines(figures, tmp_path, picture, drawing)
     assert (tmp_path / f"{picture}.svg").read_bytes() == (ROOT / f"docs/images/{picture}.svg").read_bytes()
 
 
-def table_of(page: Path, name: str) -> dict[str, dict[str, str]]:
+def table_of(page, name):
     """The table of figures of this name, by row and column."""
     after_mark = text_of(page).split(f"<!-- figures: {name} -->")[1]
     rows = []

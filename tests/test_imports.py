@@ -4,7 +4,6 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -47,16 +46,16 @@ HEAVY = {
 MODULES = sorted(path.relative_to(PACKAGE).with_suffix("").as_posix() for path in PACKAGE.rglob("*.py"))
 
 
-def stage_of(module: str) -> str:
+def stage_of(module):
     """The part of the package that a module name, dotted or with slashes, belongs to; empty for the package itself."""
     return module.replace("/", ".").removeprefix("metatokens").strip(".").split(".")[0]
 
 
-def tree_of(module: str) -> ast.AST:
+def tree_of(module):
     return ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
+def imported(tree):
     """The modules of this package that a module imports, inside functions too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -91,7 +90,7 @@ def test_the_model_can_be_taken_by_itself(module):
         assert stage_of(name) in ("errors", "machine", "model")
 
 
-def circle_in(trees: Mapping[str, ast.AST]) -> list[str]:
+def circle_in(trees):
     """Modules that import one another, by name, the first one at the end again; empty if there are none."""
     names = {"metatokens." + module.replace("/", ".").removesuffix(".__init__"): module for module in trees}
     graph: dict[str, set[str]] = {}
@@ -129,7 +128,7 @@ def test_the_check_sees_imports_inside_functions():
     assert sorted(imported(tree)) == ["metatokens.cli", "metatokens.paper.report.page"]
 
 
-def loaded_by(code: str) -> set[str]:
+def loaded_by(code):
     """The top-level packages that a fresh process has loaded after running some code."""
     code += "\nimport json, sys\nprint(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -24,7 +24,7 @@ KEEP = "from metatokens.machine import keep_freed_memory; keep_freed_memory()"
 COMMAND = "from metatokens import cli; cli.main(lambda **_: None)"
 
 
-def faults(program: str, **variables: str) -> int:
+def faults(program, **variables):
     environment = {}
     for name, value in os.environ.items():
         if not name.startswith(("MALLOC_", "GLIBC_TUNABLES")):
@@ -45,7 +45,7 @@ def test_freed_memory_is_handed_out_again(program):
     assert faults(program) < 100
 
 
-def work() -> None:
+def work():
     exec(PROGRAM.format(""), {})
     _work(SimpleNamespace(carry_out=lambda stage, progress: None), None, None)
     exec(PROGRAM.format(""), {})

@@ -8,7 +8,7 @@ from typing import Any
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "first_ten_minutes.ipynb"
 
 
-def run_cell(source: str, names: dict[str, Any]) -> Any:
+def run_cell(source, names):
     """What the last line of a code cell shows; None where it is no expression."""
     tree = ast.parse(source)
     last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None

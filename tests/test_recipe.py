@@ -29,10 +29,10 @@ PACKAGED = dict.fromkeys(PRETRAINING, PretrainRecipe) | dict.fromkeys(FINETUNING
 
 
 def complaint(
-    kind: type[PretrainRecipe] | type[FinetuneRecipe],
-    source: str | Path,
-    *overrides: str,
-) -> str:
+    kind,
+    source,
+    *overrides,
+):
     with pytest.raises(UserError) as caught:
         load_recipe(kind, str(source), overrides)
     sentence = str(caught.value)

@@ -103,21 +103,6 @@ def test_a_curve_trades_rate_for_distortion_above_its_bound(separable):
         assert distortion >= answer_entropy(answers) - rate - 0.02
 
 
-def test_the_seed_decides_everything_and_nothing_outside_changes(separable):
-    states, answers = separable
-
-    def weights(seed, global_seed):
-        torch.manual_seed(global_seed)
-        before = torch.get_rng_state()
-        schedule = Schedule(batch=16, epochs=3, learning_rate=1e-2)
-        bottleneck = fit(states[:60], answers[:60], classes=4, beta=0.1, schedule=schedule, seed=seed)
-        assert torch.equal(torch.get_rng_state(), before)
-        return bottleneck.encoder.weight.detach()
-
-    assert torch.equal(weights(0, global_seed=1), weights(0, global_seed=2))
-    assert not torch.equal(weights(0, global_seed=1), weights(1, global_seed=1))
-
-
 # --- states of a model
 
 

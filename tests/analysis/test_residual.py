@@ -123,17 +123,3 @@ def test_evenly_spread_attention_for_comparison(model, measurements):
         assert share["itself"] == pytest.approx(mean(evenly_spread))
         assert share["earlier_meta"] == pytest.approx(mean(earlier))
         assert sum(share.values()) == pytest.approx(1)
-
-
-def test_similarities_to_the_final_meta_token_are_of_the_first_example(oracles, measurements):
-    ids, oracle = PROMPTS[0], oracles[0]
-
-    measured = {}
-    for line in measurements["similarity_to_final_centred"]:
-        measured[line.layer, line.position] = (line.subject, line.value)
-
-    assert len(measured) == len(oracle.states) * len(ids)
-    for (layer, position), (subject, value) in measured.items():
-        states = centred(ids, oracle.states[layer])
-        assert value == pytest.approx(cosine(states[position], states[-1]), abs=ROUNDED)
-        assert subject == ("meta" if ids[position] == META else "text")

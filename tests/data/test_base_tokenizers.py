@@ -1,8 +1,5 @@
 """Tokenizers of other models: what they begin a text with, and how, is kept in corpora, prompts and on disk."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from tokenizers import (
     Tokenizer,
@@ -16,7 +13,6 @@ from tokenizers import (
 from transformers import (
     AutoTokenizer,
     LlamaTokenizer,
-    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 
@@ -74,7 +70,7 @@ def documents(base):
     return [[*base(text)["input_ids"], base.eos_token_id] for text in TEXTS]
 
 
-def split_at_ends(ids: list[int], eos_token_id: int) -> list[list[int]]:
+def split_at_ends(ids, eos_token_id):
     documents: list[list[int]] = [[]]
     for token in ids:
         documents[-1].append(token)
@@ -114,29 +110,29 @@ def test_the_documents_that_perplexity_reads(documents, tokenizer, corpus):
     assert split_at_ends(ids, tokenizer.eos_token_id) == documents
 
 
-def prepend(backend: Tokenizer) -> None:
+def prepend(backend):
     """As in the published Llama 2."""
     replaced = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
     backend.normalizer = normalizers.Sequence(replaced)
 
 
-def before_the_first(backend: Tokenizer) -> None:
+def before_the_first(backend):
     """As transformers makes Llama 2's."""
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
 
 
-def always(backend: Tokenizer) -> None:
+def always(backend):
     """As in T5."""
     metaspace = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([metaspace])
 
 
-def of_bytes(backend: Tokenizer) -> None:
+def of_bytes(backend):
     """As in RoBERTa."""
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
 
 
-def tokenizer_of_characters(put_space: Callable[[Tokenizer], None], folder: Path) -> PreTrainedTokenizerBase:
+def tokenizer_of_characters(put_space, folder):
     """A tokenizer that puts a space before a text, and whose ids of a text are otherwise those of its parts."""
     letters = [chr(number) for number in range(33, 127)]
     entries = ["<unk>", "</s>", "\u0120", "\u2581", "\u010a", "\n", *letters]

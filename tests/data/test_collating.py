@@ -22,7 +22,7 @@ TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=BACKEND, eos_token="</s>", 
 Row = dict[str, Any]
 
 
-def collate(rows: list[Row], rule: str, max_length: int | None = None) -> list[Row]:
+def collate(rows, rule, max_length=None):
     """The rows with landmarks, which another collator would make a batch of."""
     collator = MetaTokenCollator(lambda rows: rows, TOKENIZER, rule, max_length=max_length)
     return collator(rows)
@@ -58,7 +58,7 @@ def test_one_behind_every_so_many(ids, every):
 
 @pytest.mark.parametrize(("rule", "ids"), [("every:2", [1, 2, META, 3, META]), (None, [1, 2, 3, META])])
 def test_labels_that_a_collator_makes_are_no_meta_tokens(rule, ids):
-    def with_labels(rows: list[Row]) -> dict[str, torch.Tensor]:
+    def with_labels(rows):
         input_ids = torch.tensor([row["input_ids"] for row in rows])
         return {"input_ids": input_ids, "labels": input_ids}
 
@@ -97,7 +97,7 @@ def test_padding_has_no_landmarks_and_moves_none(left, right, padding, rule):
         "weights": 0,
     }
 
-    def padded(row: Row) -> Row:
+    def padded(row):
         return {name: left * [padding_of[name]] + values + right * [padding_of[name]] for name, values in row.items()}
 
     [unpadded] = collate([row], rule)

@@ -20,7 +20,7 @@ from metatokens.errors import UserError
 from tests.data.small_corpora import json_lines, write_dataset
 
 
-def read(spec: object) -> list[str]:
+def read(spec):
     return list(read_corpus(str(spec)))
 
 

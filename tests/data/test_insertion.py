@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,7 +23,7 @@ placements = st.sampled_from(sorted(PLACEMENTS))
 seeds = st.integers(0, 2**32 - 1)
 
 
-def make_block(size: int, thousandths: int, placement: str, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def make_block(size, thousandths, placement, seed):
     """Drawn text, and the ids and labels of its block."""
     count = 0 if placement == "none" else thousandths * size // 1000
     text = np.random.default_rng(seed + 1).integers(0, META, size=size - count)
@@ -98,7 +97,7 @@ def test_the_block_that_the_module_draws():
     assert labels.tolist() == drawn["labels"]
 
 
-def drawn_positions(size: int, fraction: float, draws: int) -> Iterator[tuple[int, ...]]:
+def drawn_positions(size, fraction, draws):
     text = np.arange(size - meta_token_count(size, fraction))
     for seed in range(draws):
         generator = np.random.default_rng([7, seed])

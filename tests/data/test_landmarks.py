@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import metatokens
 from metatokens import Landmarks, encode_prompt
@@ -69,14 +69,14 @@ PARTS = [
 drawn = st.lists(st.sampled_from(PARTS), max_size=40).map("".join)
 
 
-def ends_text(line: str) -> bool:
+def ends_text(line):
     """Whether a line feed after the line ends it: it has text, and at most 32 bytes of white space behind it."""
     text = line.rstrip()
     blanks = line[len(text) :]
     return bool(text) and len(blanks.encode()) <= 32
 
 
-def line_ends(text: str) -> list[int]:
+def line_ends(text):
     ends, start = [], 0
     for line in text.split("\n")[:-1]:
         if ends_text(line):
@@ -85,7 +85,7 @@ def line_ends(text: str) -> list[int]:
     return ends
 
 
-def paragraph_ends(text: str) -> list[int]:
+def paragraph_ends(text):
     ends, start, is_inside = [], 0, False
     for line in text.split("\n")[:-1]:
         is_short_blank = not line.strip() and len(line.encode()) <= 32
@@ -96,7 +96,7 @@ def paragraph_ends(text: str) -> list[int]:
     return ends
 
 
-def sentence_ends(text: str) -> list[int]:
+def sentence_ends(text):
     ends = []
     for position, mark in enumerate(text):
         if mark in FULL_WIDTH_MARKS:
@@ -108,7 +108,7 @@ def sentence_ends(text: str) -> list[int]:
     return ends
 
 
-def closed_at(text: str, mark: int) -> int:
+def closed_at(text, mark):
     """The last of up to three quotation marks and brackets that close behind a mark."""
     end = mark
     while end - mark < 3 and text[end + 1 : end + 2] and text[end + 1] in CLOSING:
@@ -116,14 +116,14 @@ def closed_at(text: str, mark: int) -> int:
     return end
 
 
-def begins_a_sentence(behind: str) -> bool:
+def begins_a_sentence(behind):
     """Whether a sentence may begin behind a mark: after white space, and with no small letter."""
     is_apart = not behind or behind[0] in WHITE
     is_small = "a" <= behind[1:] <= "z"
     return is_apart and not is_small
 
 
-def is_abbreviated(before: str) -> bool:
+def is_abbreviated(before):
     """Whether a text before a full stop ends in a title or an initial."""
     [word] = re.findall(r"[A-Za-z0-9_]+\Z", before) or [""]
     ahead = before[: len(before) - len(word)][-1:]
@@ -135,15 +135,15 @@ def is_abbreviated(before: str) -> bool:
 ENDS = {"line": line_ends, "paragraph": paragraph_ends, "sentence": sentence_ends}
 
 
-def example_tokenizer() -> PreTrainedTokenizerBase:
+def example_tokenizer():
     return load_tokenizer(str(Path(metatokens.__file__).parent / "example"))
 
 
-def with_meta_token(backend: Tokenizer) -> PreTrainedTokenizerFast:
+def with_meta_token(backend):
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", meta_token=META_TOKEN)
 
 
-def like_llama_2() -> PreTrainedTokenizerFast:
+def like_llama_2():
     """Pieces with a letter for the space, and bytes for characters without a piece, such as a line feed."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
@@ -163,7 +163,7 @@ def like_llama_2() -> PreTrainedTokenizerFast:
     return with_meta_token(backend)
 
 
-def like_llama_3() -> PreTrainedTokenizerFast:
+def like_llama_3():
     """Bytes, cut so that punctuation and the line feeds after it may be one token."""
     backend = Tokenizer(models.BPE())
     cut = Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+")
@@ -199,7 +199,7 @@ def tokenizer(request):
     }[request.param]()
 
 
-def expected(tokenizer: PreTrainedTokenizerBase, text: str, rule: str) -> list[bool]:
+def expected(tokenizer, text, rule):
     """Whether a meta-token goes after each token: after the last that has a part of an end's character."""
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     behind = [False] * len(encoding.ids)
@@ -209,7 +209,7 @@ def expected(tokenizer: PreTrainedTokenizerBase, text: str, rule: str) -> list[b
     return behind
 
 
-def ids_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def ids_of(tokenizer, text):
     [ids] = encode_text(tokenizer, [text])
     return ids
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from metatokens import encode_prompt
 from metatokens.data.prompts import chat_text, encode_chat
@@ -19,7 +19,7 @@ def tokenizer(small_store):
     return AutoTokenizer.from_pretrained(small_store.path / "tokenizer")
 
 
-def ids_of(tokenizer: PreTrainedTokenizerBase, *segments: str) -> list[int]:
+def ids_of(tokenizer, *segments):
     """The ids of segments with a meta-token at each join."""
     ids = []
     for segment_ids in encode_text(tokenizer, segments):
@@ -96,7 +96,7 @@ TEMPLATE = (
 )
 
 
-def tokenizer_of_characters(kind: str, meta_token: str) -> PreTrainedTokenizerFast:
+def tokenizer_of_characters(kind, meta_token):
     """A tokenizer of characters, whose model has the control tokens' texts as pieces too."""
     letters = [chr(number) for number in range(33, 127)]
     pieces = ["<unk>", "</s>", meta_token, *letters, "\u2581"]

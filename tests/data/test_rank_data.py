@@ -1,6 +1,5 @@
 """The ranks and workers of a run together read every window of the text once an epoch, whatever their number."""
 
-from collections.abc import Iterator
 from itertools import chain
 
 import numpy as np
@@ -17,7 +16,6 @@ from metatokens.training.trainer import MetaTokenTrainer
 
 GLOBAL_BATCH, EPOCHS = 12, 3
 BLOCK = {"block_size": 32, "fraction": 0.1, "placement": "uniform", "seed": 0}
-Block = tuple[list[int], list[int]]  # ids and labels
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),  # Python's own, about forking with threads
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # more workers than cores
@@ -32,7 +30,7 @@ def dataset(small_store):
     return dataset
 
 
-def loader(dataset: BlockDataset, rank: int, ranks: int, workers: int) -> DataLoader:
+def loader(dataset, rank, ranks, workers):
     """A rank's share, as accelerate cuts it for Trainer."""
     whole = DataLoader(
         dataset,
@@ -50,13 +48,13 @@ def loader(dataset: BlockDataset, rank: int, ranks: int, workers: int) -> DataLo
     )
 
 
-def batches(dataset: BlockDataset, rank: int, ranks: int, workers: int, skip: int) -> Iterator[list[Block]]:
+def batches(dataset, rank, ranks, workers, skip):
     """The blocks of a rank, by step."""
     for batch in skip_first_batches(loader(dataset, rank, ranks, workers), skip):
         yield list(zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True))
 
 
-def steps(dataset: BlockDataset, ranks: int, workers: int, skip: int = 0) -> list[list[Block]]:
+def steps(dataset, ranks, workers, skip=0):
     """The blocks of each step: those of all ranks."""
     by_rank = [batches(dataset, rank, ranks, workers, skip) for rank in range(ranks)]
     return [list(chain.from_iterable(parts)) for parts in zip(*by_rank, strict=True)]

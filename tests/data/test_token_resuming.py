@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 
 import psutil
 import pytest
-from transformers import PreTrainedTokenizerBase
 
 from metatokens.data import corpus as corpus_module
 from metatokens.data import writing
@@ -73,7 +71,7 @@ def encoded(monkeypatch):
     """The documents that are encoded."""
     documents: list[str] = []
 
-    def note(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Any:
+    def note(tokenizer, texts):
         documents.extend(texts)
         return encode_documents(tokenizer, texts)
 
@@ -85,11 +83,11 @@ class CutOff(BaseException):
     """An exception that no code catches, as if the process ended here."""
 
 
-def interrupting(function: Callable[..., Any], call_number: int) -> Callable[..., Any]:
+def interrupting(function, call_number):
     """The function, except for its call of that number."""
     calls = count(1)
 
-    def call(*arguments: Any, **options: Any) -> Any:
+    def call(*arguments, **options):
         if next(calls) == call_number:
             raise CutOff
         return function(*arguments, **options)
@@ -97,7 +95,7 @@ def interrupting(function: Callable[..., Any], call_number: int) -> Callable[...
     return call
 
 
-def write_until_cut_off(out: Path, arguments: Arguments, rename: int) -> bool:
+def write_until_cut_off(out, arguments, rename):
     """Write a store, cut off at the renaming of that number; whether it was finished before."""
     with pytest.MonkeyPatch.context() as patch, suppress(CutOff):
         patch.setattr(os, "replace", interrupting(os.replace, rename))
@@ -106,7 +104,7 @@ def write_until_cut_off(out: Path, arguments: Arguments, rename: int) -> bool:
     return False
 
 
-def finished_shards(out: Path) -> list[dict[str, Any]]:
+def finished_shards(out):
     """What an unfinished store has noted about its finished shards, by split."""
     return [json.loads(path.read_bytes())["shards"] for path in out.glob(".partial/done/*.json")]
 
@@ -120,7 +118,7 @@ def test_a_store_cut_off_at_any_file_ends_like_one_that_was_not(three_parts, und
             TokenStore.open(out)
         documents_finished = 0
         for shards in finished_shards(out):
-            documents_finished += sum(split["documents"] for split in shards.values())
+            documents_finished += shards["train"]["documents"] + shards["held_out"]["documents"]
         encoded.clear()
 
         write_token_store(out, **three_parts)
@@ -156,7 +154,7 @@ def test_a_replacement_cut_off_half_way_does_not_pass_for_a_store(
     out, move = tmp_path / "tokens", writing._move_into_place
     write_token_store(out, **three_parts | {"held_out": 0.4})
 
-    def cut_off(*arguments: Any) -> None:
+    def cut_off(*arguments):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, function, interrupting(getattr(module, function), number))
             move(*arguments)
@@ -253,14 +251,14 @@ def test_workers_share_the_parts_and_change_no_byte(
     assert sorted(stored) == sorted(word_documents(documents))
 
 
-def wait_for(condition: Callable[[], object]) -> None:
+def wait_for(condition):
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def workers_of(process: psutil.Process) -> list[psutil.Process]:
+def workers_of(process):
     """The forks of the process that has imported what they need."""
     workers = []
     for child in process.children():
@@ -269,7 +267,7 @@ def workers_of(process: psutil.Process) -> list[psutil.Process]:
     return workers
 
 
-def kill_one_of_two_workers() -> None:
+def kill_one_of_two_workers():
     this_process = psutil.Process()
     wait_for(lambda: workers_of(this_process))
     first = workers_of(this_process)[0]
@@ -307,12 +305,12 @@ SCRIPT = """if True:
 """
 
 
-def listen_to_ctrl_c() -> None:
+def listen_to_ctrl_c():
     # A shell starts what runs in its background with Ctrl-C ignored, which is inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def kill_when_finished(command: list[Any], out: Path, shards: int, kill: signal.Signals) -> str:
+def kill_when_finished(command, out, shards, kill):
     """Start writing with two workers, and kill it when so many shards are finished; what it wrote to standard error."""
     process = subprocess.Popen(command, preexec_fn=listen_to_ctrl_c, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: len(finished_shards(out)) >= shards)
@@ -326,7 +324,7 @@ def kill_when_finished(command: list[Any], out: Path, shards: int, kill: signal.
     return error
 
 
-def times_of_training_shards(out: Path, folder: Path) -> dict[str, int]:
+def times_of_training_shards(out, folder):
     """When the finished shards of an unfinished store were written, as found in a folder."""
     times = {}
     for shards in finished_shards(out):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from metatokens.data.tokenizer import (
     encode_text,
@@ -33,7 +33,7 @@ WORDS = (
 )
 
 
-def train() -> PreTrainedTokenizerBase:
+def train():
     return load_tokenizer("train:1500", corpus=topics.values(), extra_texts=[f": {' '.join(WORDS)}"])
 
 

@@ -4,13 +4,11 @@
 """
 
 import os
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from metatokens import MetaGPT2ForCausalLM
 from metatokens.training.batches import with_positions
 from tests.model.dense_oracle import DenseOracle
 from tests.model.tiny_models import META, random_rows, tiny_model
@@ -30,11 +28,11 @@ SECOND = pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
 TYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 
 
-def on_device(dtype: torch.dtype = torch.float32, **overrides: Any) -> MetaGPT2ForCausalLM:
+def on_device(dtype=torch.float32, **overrides):
     return tiny_model(dtype=dtype, **overrides).to(DEVICE)
 
 
-def batch(device: str = DEVICE) -> dict[str, Tensor]:
+def batch(device=DEVICE):
     """With its positions, on the device."""
     ids = torch.tensor(ROWS)
     labels = ids.masked_fill(ids == META, -100)
@@ -42,7 +40,7 @@ def batch(device: str = DEVICE) -> dict[str, Tensor]:
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-def difference(computed: Tensor, expected: Tensor) -> float:
+def difference(computed, expected):
     """The largest, as a share of what is expected on average."""
     computed, expected = (
         computed.detach().double().cpu(),
@@ -66,7 +64,7 @@ def test_logits_are_those_of_the_formula(dtype, second_attention):
     assert difference(logits, expected) < slack * TOLERANCES[dtype]
 
 
-def gradients_on(device: str, second_attention: str) -> dict[str, Tensor]:
+def gradients_on(device, second_attention):
     model = tiny_model(dtype=torch.float32, second_attention=second_attention).to(device).train()
     model(**batch(device)).loss.backward()
     return {name: weight.grad for name, weight in model.named_parameters()}
@@ -120,10 +118,10 @@ def test_a_compiled_step_is_the_eager_one(second_attention):
 def refuses_to_wait(monkeypatch):
     """Call it to make each wait for the device an error; elsewhere than on a GPU, each read by Python."""
 
-    def refuse(*_: Any, **__: Any) -> None:
+    def refuse(*_, **__):
         raise AssertionError("this reads from the device")
 
-    def start() -> None:
+    def start():
         if DEVICE == "cuda":
             torch.cuda.set_sync_debug_mode("error")
         else:

@@ -5,7 +5,7 @@ import pickle
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def model(small_model, tmp_path):
     return folder
 
 
-def change_json(path: Path, **fields: Any) -> None:
+def change_json(path, **fields):
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 

@@ -4,8 +4,6 @@ import json
 import resource
 import shutil
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,12 +13,12 @@ from metatokens.recipe import PretrainRecipe, load_recipe
 from metatokens.training.pretrain import pretrain
 
 
-def most_memory() -> int:
+def most_memory():
     """The most memory that this process had, in KiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def with_fields(folder: Path, target: Path, **fields: Any) -> Path:
+def with_fields(folder, target, **fields):
     """A copy of a model's folder with other fields in its config.json."""
     shutil.copytree(folder, target)
     config = json.loads((folder / "config.json").read_text())
@@ -62,7 +60,7 @@ def test_impossible_sizes_are_refused_and_nothing_is_allocated(kind, fields, mod
     assert most_memory() - before < 32 * 1024  # 10^8 parameters take 400 MB
 
 
-def load_apart(folder: Path) -> None:
+def load_apart(folder):
     """Print the refusal, and the memory in MiB that it took."""
     before = most_memory()
     try:
@@ -111,7 +109,7 @@ def test_a_trillion_parameters_in_a_process_of_its_own(models, tmp_path, forked)
 def test_recipes_are_bounded_too(settings, small_store, tmp_path, refuses):
     before = most_memory()
 
-    def run() -> None:
+    def run():
         recipe = load_recipe(PretrainRecipe, "demo", [f"data.tokens={small_store.path}", *settings])
         pretrain(recipe, tmp_path / "out")
 
@@ -122,7 +120,7 @@ def test_recipes_are_bounded_too(settings, small_store, tmp_path, refuses):
     assert not (tmp_path / "out").exists()
 
 
-def weights_with(**changes: object) -> bytes:
+def weights_with(**changes):
     """A file of weights of one tensor, whose header says something else."""
     tensor = {"dtype": "F32", "shape": [60, 8], "data_offsets": [0, 1920]} | changes
     header = json.dumps({"a": tensor}).encode()
@@ -162,7 +160,7 @@ def test_a_configuration_that_is_a_bomb(content, models, tmp_path, refuses):
         load_model(folder)
 
 
-def billion_laughs() -> str:
+def billion_laughs():
     """Aliases of aliases: eleven lines that stand for 9^11 words."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     for number in range(1, 12):

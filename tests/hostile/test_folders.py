@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -47,7 +46,7 @@ def model(small_model, tmp_path):
     return shutil.copytree(small_model(), tmp_path / "model")
 
 
-def names_in(folder: Path) -> list[str]:
+def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -72,7 +71,7 @@ def test_a_token_store_that_names_other_files(name, small_store, tmp_path, refus
     opened: list[Path] = []
     open_file = Path.open
 
-    def note(path: Path, *arguments: Any, **options: Any) -> Any:
+    def note(path, *arguments, **options):
         opened.append(path)
         return open_file(path, *arguments, **options)
 

@@ -6,7 +6,7 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,7 +14,6 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.strategies import SearchStrategy
 
 from metatokens.checkpoint import MANIFEST, load_model, verify_manifest
 from metatokens.data.blocks import BlockDataset
@@ -45,7 +44,7 @@ CASES = 40  # of each reader
 SETTINGS = {"verb": "pretrain", "recipe": {"seed": 0}}
 
 
-def seal(manifest: dict[str, Any]) -> bytes:
+def seal(manifest):
     """A token store's manifest with the checksum that the package would give it."""
     text = json.dumps(manifest | {"sha256": ""}, indent=2).encode() + b"\n"
     return json.dumps(manifest | {"sha256": hashlib.sha256(text).hexdigest()}, indent=2).encode() + b"\n"
@@ -54,32 +53,32 @@ def seal(manifest: dict[str, Any]) -> bytes:
 # --- what reads a folder, and what then holds
 
 
-def read_results(folder: Path, good: Good) -> None:
+def read_results(folder, good):
     path = folder / "results.jsonl"
     results = read_lines(path, Result)
     path.write_text("".join(result.line() + "\n" for result in results), encoding="utf-8")
     assert read_lines(path, Result) == results
 
 
-def read_run_folder(folder: Path, good: Good) -> None:
+def read_run_folder(folder, good):
     for example in load([folder, folder / "speeds.jsonl"]).read.examples:
         for text, is_marker in example.pieces():
             assert not is_marker or text.strip() == MARKER.strip()
 
 
-def read_stages(folder: Path, good: Good) -> None:
+def read_stages(folder, good):
     log = RunLog(folder)
     log.resume()
     assert RunLog(folder).entries == log.entries
 
 
-def read_settings(folder: Path, good: Good) -> None:
+def read_settings(folder, good):
     assert isinstance(training_of(folder / "128"), dict)
     with open_run(folder, SETTINGS):
         pass
 
 
-def read_records(folder: Path, good: Good) -> None:
+def read_records(folder, good):
     meta = good.store.manifest.meta_token_id
     for example in read_examples(folder / "records.jsonl", good.store.tokenizer):
         prompt, answer = (
@@ -90,19 +89,19 @@ def read_records(folder: Path, good: Good) -> None:
         assert meta not in answer
 
 
-def read_stored_examples(folder: Path, good: Good) -> None:
+def read_stored_examples(folder, good):
     for example in ExampleStore(folder / "examples.arrow"):
         assert 0 <= example.answer_start <= len(example.input_ids)
 
 
-def read_recipe(folder: Path, good: Good) -> None:
+def read_recipe(folder, good):
     path = folder / "recipe.yaml"
     recipe = load_recipe(PretrainRecipe, str(path))
     path.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     assert load_recipe(PretrainRecipe, str(path)) == recipe
 
 
-def read_store(folder: Path, good: Good) -> None:
+def read_store(folder, good):
     store = TokenStore.open(folder)
     assert store.tokenizer.get_vocab()
     for split in ("train", "held_out"):
@@ -110,7 +109,7 @@ def read_store(folder: Path, good: Good) -> None:
     assert files_of(folder) == files_of(good.store.path), "damage passed for the store that was written"
 
 
-def read_documents(folder: Path, good: Good) -> None:
+def read_documents(folder, good):
     for path in folder.glob("corpus.*"):
         for document in read_corpus(str(path)):
             assert document.strip()
@@ -120,17 +119,17 @@ def read_documents(folder: Path, good: Good) -> None:
 # --- the good files of each
 
 
-def parquet(good: Good) -> Files:
+def parquet(good):
     sink = io.BytesIO()
     pq.write_table(pa.table({"text": ["the cat", "", "sat"]}), sink, compression="snappy")
     return {"corpus.parquet": sink.getvalue()}
 
 
-def tokenizer_files(good: Good) -> Files:
+def tokenizer_files(good):
     return files_of(good.store.path / "tokenizer")
 
 
-def manifest(good: Good) -> Files:
+def manifest(good):
     sums = {"weights": hashlib.sha256(b"abc").hexdigest()}
     return {
         "weights": b"abc",
@@ -179,7 +178,7 @@ def test_damaged_input_is_read_or_refused_in_a_sentence(name, good, tmp_path, cl
 
     @cases(CASES)
     @given(files=one_damaged(reader.files(good)))
-    def check(files: Files) -> None:
+    def check(files):
         for file, content in files.items():
             (tmp_path / file).parent.mkdir(exist_ok=True)
             (tmp_path / file).write_bytes(content)
@@ -202,12 +201,12 @@ def test_what_is_damaged_was_good(name, good, tmp_path):
 # --- models
 
 
-def header_end(weights: bytes) -> int:
+def header_end(weights):
     """Where the header of a file of weights ends."""
     return 8 + int.from_bytes(weights[:8], "little")
 
 
-def damaged_model(good: Good) -> SearchStrategy[Files]:
+def damaged_model(good):
     """A model's files with a damaged configuration, or a damaged header of its weights."""
     files = files_of(good.models["meta_gpt2"])
     weights = files["model.safetensors"]
@@ -239,10 +238,10 @@ FIELDS = (
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | TEXT | st.lists(st.integers(), max_size=2)
 
 
-def reconfigured_model(good: Good) -> SearchStrategy[Files]:
+def reconfigured_model(good):
     """A model's files with other values in its configuration."""
 
-    def with_fields(kind: str, fields: dict[str, Any]) -> Files:
+    def with_fields(kind, fields):
         files = files_of(good.models[kind])
         config = json.loads(files["config.json"]) | fields
         return files | {"config.json": json.dumps(config).encode()}
@@ -256,7 +255,7 @@ def reconfigured_model(good: Good) -> SearchStrategy[Files]:
 def test_a_model_is_read_or_refused_in_a_sentence(models_of, good, tmp_path, clean):
     @cases(CASES)
     @given(files=models_of(good))
-    def check(files: Files) -> None:
+    def check(files):
         for file, content in files.items():
             (tmp_path / file).write_bytes(content)
         with clean():

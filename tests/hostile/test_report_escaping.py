@@ -2,14 +2,13 @@
 
 import base64
 import re
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from metatokens.paper.report.page import write_report
 from metatokens.records import MARKER
-from tests.paper.report.made_lines import Line, inner, timing, write
+from tests.paper.report.made_lines import inner, timing, write
 from tests.paper.report.pages import Page, main_claims_alone, write_quick_report
 
 MATH = "$\\frac{a}{b}$ \\input{x} $$"  # what a figure would read as markup of its own
@@ -62,7 +61,7 @@ ADDRESSES = {"href", "src", "srcset", "action", "formaction", "xlink:href"}
 OWN_ADDRESS = re.compile(r"#[\w-]+|data:,|tables\.html|data:image/png;base64,[\w+/=]+")
 
 
-def result(payload: str, recipe: str, **fields: Any) -> Line:
+def result(payload, recipe, **fields):
     line = {
         "model": f"m {payload}",
         "position_embedding": f"rope {payload}",
@@ -86,7 +85,7 @@ def result(payload: str, recipe: str, **fields: Any) -> Line:
     return line | fields
 
 
-def loss(payload: str, recipe: str, task: str | None, step: int) -> Line:
+def loss(payload, recipe, task, step):
     return {
         "model": f"m {payload}",
         "position_embedding": payload,
@@ -98,7 +97,7 @@ def loss(payload: str, recipe: str, task: str | None, step: int) -> Line:
     }
 
 
-def write_inputs(folder: Path, payload: str, recipe: str) -> list[Path]:
+def write_inputs(folder, payload, recipe):
     """A run and a benchmark's file in which the payload stands wherever a record can hold text."""
     shown_example = {
         "task": f"t {payload}",

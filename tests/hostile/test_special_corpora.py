@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -82,7 +81,7 @@ def test_a_bomb_with_lines_takes_bounded_memory(is_thorough, tmp_path):
     assert read["peak"] < 16
 
 
-def seconds_to_read(folder: Path, lines: int) -> float:
+def seconds_to_read(folder, lines):
     (folder / "lines.txt").write_bytes(b"a\n" * lines)
     began = time.process_time()
     for _ in read_corpus(str(folder / "lines.txt")):

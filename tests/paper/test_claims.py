@@ -1,28 +1,26 @@
 """How claims select the scores of runs, on lines made up by hand and judged by an independent slow reading of them."""
 
 import base64
-from collections.abc import Sequence
 from statistics import fmean, variance
-from typing import Any
 
 import numpy as np
 import pytest
 from scipy.stats import t as student_t
 
-from metatokens.paper.claims import Claim, ClaimResult, after_holm, claims, judge
+from metatokens.paper.claims import Claim, after_holm, claims, judge
 from metatokens.paper.frame import load
 from metatokens.paper.plan import stages
 from metatokens.paper.presets import PRESETS
 from metatokens.paper.variants import finetune_recipe
 from metatokens.records import pack_hits
-from tests.paper.report.made_lines import Line, accuracy, inner, shortcut, write
+from tests.paper.report.made_lines import accuracy, inner, shortcut, write
 
 SEEDS = (10, 11, 12, 13)
 N = 80
 PARITY = {"task": ["parity"], "train_length": [128, 512], "length": [128, 256, 512]}
 
 
-def score(value: float, **fields: Any) -> Line:
+def score(value, **fields):
     """An accuracy on 128 tokens with an interval of 4 points to either side, and no bits."""
     short = {
         "train_length": 128,
@@ -34,7 +32,7 @@ def score(value: float, **fields: Any) -> Line:
     return accuracy(value, N, **short | fields)
 
 
-def answered(hits: Sequence[bool], **fields: Any) -> Line:
+def answered(hits, **fields):
     """An accuracy with a bit for each prompt."""
     return score(fmean(hits), hits=pack_hits(hits), n=len(hits), low=None, high=None, **fields)
 
@@ -43,7 +41,7 @@ def answered(hits: Sequence[bool], **fields: Any) -> Line:
 def judged(tmp_path):
     """Judges a claim, by default that `meta` beats `gpt2` on parity, on some lines."""
 
-    def judged(results: Sequence[Line], analysis: Sequence[Line] = (), **claim: Any) -> ClaimResult:
+    def judged(results, analysis=(), **claim):
         inputs = load([write(tmp_path, results=results, analysis=analysis)])
         fields = {
             "text": "",
@@ -59,7 +57,7 @@ def judged(tmp_path):
     return judged
 
 
-def run_against_run(meta: float, gpt2: float, **fields: Any) -> list[Line]:
+def run_against_run(meta, gpt2, **fields):
     """Four runs of each model, whose scores differ little."""
     lines = []
     for model, value in (("meta", meta), ("gpt2", gpt2)):
@@ -70,7 +68,7 @@ def run_against_run(meta: float, gpt2: float, **fields: Any) -> list[Line]:
 # --- the effect and its interval, against sums over runs and prompts
 
 
-def drawn(seed: int, share: float, model: str, task: str, train_length: int, length: int) -> Line:
+def drawn(seed, share, model, task, train_length, length):
     """Bits that depend on the run, and on how hard each prompt of a length is for this model."""
     difficulty = np.random.default_rng([length, model == "meta", len(task)]).random(N)
     luck = np.random.default_rng([seed, length, train_length, model == "meta"]).random(N)
@@ -85,7 +83,7 @@ def drawn(seed: int, share: float, model: str, task: str, train_length: int, len
     )
 
 
-def draw_two_models() -> list[Line]:
+def draw_two_models():
     lines = []
     for task, skill in (("parity", 0.1), ("copying", 0.3)):
         for model, seeds, gap in (("meta", SEEDS, skill), ("gpt2", SEEDS[:3], 0.0)):
@@ -97,7 +95,7 @@ def draw_two_models() -> list[Line]:
     return lines
 
 
-def scores_of_runs(lines: list[Line], model: str) -> list[float]:
+def scores_of_runs(lines, model):
     """The mean score of each run of a model."""
     by_seed: dict[int, list[float]] = {}
     for line in lines:
@@ -106,12 +104,12 @@ def scores_of_runs(lines: list[Line], model: str) -> list[float]:
     return [fmean(values) for values in by_seed.values()]
 
 
-def bits_of(line: Line) -> np.ndarray:
+def bits_of(line):
     packed = np.frombuffer(base64.b64decode(line["hits"]), dtype=np.uint8)
     return np.unpackbits(packed)[: line["n"]]
 
 
-def slow_prompt_variance(lines: list[Line], weight: float) -> float:
+def slow_prompt_variance(lines, weight):
     """The variance from prompts by sums over runs and prompts."""
     table = {}
     for model in ("meta", "gpt2"):
@@ -163,7 +161,7 @@ def test_two_models_over_tasks_and_settings(judged):
     assert seeds == [(SEEDS, SEEDS[:3])] * 2
 
 
-def first_right(right: int) -> list[bool]:
+def first_right(right):
     """Bits of which so many are right, the first ones."""
     return [prompt < right for prompt in range(N)]
 
@@ -231,7 +229,7 @@ def test_without_bits_the_intervals_of_the_lines_count_as_wholly_dependent(judge
 # --- what counts
 
 
-def reasons_of(result: ClaimResult) -> list[str]:
+def reasons_of(result):
     """Why each setting was left out."""
     reasons = []
     for stratum in (*result.strata, *result.empty_strata):
@@ -419,7 +417,7 @@ def test_the_papers_claims_are_numbered_and_three_claims_are_primary():
         assert (claim.number is None) == (claim.source in ("control", "beyond the paper"))
 
 
-def landmark_lines() -> list[Line]:
+def landmark_lines():
     """Lines with the fields of the stages of `small`; more parameters and fewer facts are better in them."""
     small = PRESETS["small"]
     skills = {"gpt2": 0.5, "pause": 0.6, "twin": 0.7, "meta": 0.9}

@@ -17,7 +17,7 @@ def clock(monkeypatch):
     return clock
 
 
-def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def lines(capsys):
     output = capsys.readouterr()
     assert output.out == ""
     return [line.strip() for line in output.err.splitlines()]

@@ -2,16 +2,13 @@
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from metatokens.errors import UserError
-from metatokens.paper.frame import Inputs, learned_from, learning_curves, load
+from metatokens.paper.frame import learned_from, learning_curves, load
 from tests.paper.report.made_lines import (
-    Line,
     accuracy,
     inner,
     perplexity,
@@ -27,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 def read(tmp_path):
     """What `load` makes of some result lines, and of lines of a run's other files."""
 
-    def read(results: Sequence[Line], **files: Sequence[Line]) -> Inputs:
+    def read(results, **files):
         return load([write(tmp_path, results=results, **files)])
 
     return read
@@ -100,7 +97,7 @@ def test_an_accuracy_has_what_a_constant_answer_and_the_best_shortcut_score(read
     assert accuracies["shortcut"].fillna(-1).tolist() == [-1, 0.4, 0.3, -1]
 
 
-def curve(*accuracies: float, **fields: Any) -> list[Line]:
+def curve(*accuracies, **fields):
     """A learning curve with a point every 100 steps."""
     fields = {"task": "parity", "seed": 10} | fields
     return [recall(100 * number, exact, **fields) for number, exact in enumerate(accuracies, start=1)]
@@ -138,7 +135,7 @@ def test_steps_to_learn_are_counted_to_the_budget_of_every_run(read):
 def test_a_distortion_at_a_rate_is_the_mean_of_a_runs_fits(read):
     """Curves start at rate 0 with the answers' entropy, 2 nats: at rate 1 the two fits have 1.5 and 1."""
 
-    def point(metric: str, value: float, **fields: Any) -> Line:
+    def point(metric, value, **fields):
         return inner("rate_distortion", metric, value, None, split="held_out", **fields)
 
     first, second = ({"beta": 0.1, "subject": "meta", "fit_seed": seed} for seed in (0, 1))

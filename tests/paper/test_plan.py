@@ -10,11 +10,10 @@ from benchmarks.speed.cost import flops, forward_products
 from metatokens.data.insertion import meta_token_count
 from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config
-from metatokens.paper.plan import Stage, examples_name, select, stages
+from metatokens.paper.plan import examples_name, select, stages
 from metatokens.paper.presets import PRESETS
 from metatokens.paper.runner import Runner
 from metatokens.paper.variants import (
-    Preset,
     TrainedModel,
     counts_of,
     extend_recipe,
@@ -22,7 +21,7 @@ from metatokens.paper.variants import (
     lengths_tested,
     pretrain_recipe,
 )
-from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe
+from metatokens.recipe import FinetuneRecipe, load_recipe
 from metatokens.tasks import TASKS
 
 DEMO, SMALL, PAPER = PRESETS["demo"], PRESETS["small"], PRESETS["paper"]
@@ -32,22 +31,17 @@ all_presets = pytest.mark.parametrize("name", PRESETS)
 
 
 @cache
-def planned(name: str) -> list[Stage]:
+def planned(name):
     """The plan of a preset, made once, since that of a large preset takes half a second."""
     return stages(PRESETS[name])
 
 
-def named(name: str) -> dict[str, Stage]:
-    """The stages of a preset by name."""
-    return {stage.name: stage for stage in planned(name)}
-
-
-def model_of(sizes: Preset, name: str) -> TrainedModel:
+def model_of(sizes, name):
     [model] = (model for model in sizes.models if model.name == name)
     return model
 
 
-def text_of_a_block(recipe: PretrainRecipe) -> int:
+def text_of_a_block(recipe):
     """The text tokens of a pretraining block."""
     data = recipe.data
     return data.block_size - meta_token_count(data.block_size, data.fraction, data.placement)
@@ -206,7 +200,7 @@ def test_contexts_are_extended_as_in_the_papers_first_table(factor, sizes, name,
     assert max(counts_of(sizes, model, "list_recall")["paper"]) >= 2 * factor * block
 
 
-def pretraining_operations(model: TrainedModel) -> int:
+def pretraining_operations(model):
     """By the benchmarks' formula, at the paper's size."""
     recipe = pretrain_recipe(PAPER, model)
     sizes = recipe.model.model_dump(exclude={"architecture"})
@@ -274,7 +268,7 @@ def test_a_table_that_nothing_answers_is_refused():
         select(planned("small"), "table0")
 
 
-def examples_of(task_stages: str) -> str:
+def examples_of(task_stages):
     return examples_name(load_recipe(FinetuneRecipe, "demo_finetune", [f"task.stages=[{task_stages}]"]))
 
 

@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from metatokens.paper.plan import Stage, stages
 from metatokens.paper.run_log import RunLog
 from metatokens.paper.runner import Outcome, Runner
 from metatokens.paper.variants import LandmarksTest, TrainedModel
-from metatokens.records import Result, unpack_hits
+from metatokens.records import unpack_hits
 from metatokens.tasks.example_store import ExampleStore
 from tests.paper import tiny_preset
 from tests.paper.run_lines import assert_same_run, lines, records, unpack
@@ -54,7 +54,7 @@ def started(monkeypatch):
     names: list[str] = []
     carry_out = Runner.carry_out
 
-    def note(runner: Runner, stage: Stage, progress: Any) -> Outcome:
+    def note(runner, stage, progress):
         names.append(stage.name)
         return carry_out(runner, stage, progress)
 
@@ -114,7 +114,7 @@ def test_the_caller_hears_of_each_task_that_is_done_while_another_is_left(reprod
     )
     measured = []
 
-    def look() -> None:
+    def look():
         results = load([tmp_path / "run"]).read.results
         accuracies = [line for line in results if line.metric == "exact_match"]
         measured.append({(line.model, line.task, line.intervention) for line in accuracies})
@@ -142,7 +142,7 @@ def test_the_curves_are_what_the_report_reads(undisturbed):
     }
 
 
-def text_tokens_of_a_step(out: Path, phase: str) -> float:
+def text_tokens_of_a_step(out, phase):
     """The mean number of text tokens in four of a phase's training examples."""
     [file] = (out / "examples").rglob(f"{phase}.arrow")
     meta = load_tokenizer(str(out / "tokens" / "tokenizer")).meta_token_id
@@ -183,7 +183,7 @@ def test_the_curve_of_a_task_begins_with_its_curriculum(reproduce, tiny):
 # --- cut off and resumed, in this process
 
 
-def cut_off(*_: object, **__: object) -> None:
+def cut_off(*_, **__):
     raise KeyboardInterrupt
 
 
@@ -199,7 +199,7 @@ def test_stages_that_were_finished_are_not_repeated(
 ):
     carry_out = Runner.carry_out
 
-    def stop_at_cut(*arguments: Any) -> Any:
+    def stop_at_cut(*arguments):
         return cut_off() if len(started) == cut else carry_out(*arguments)
 
     with monkeypatch.context() as patch:
@@ -292,7 +292,7 @@ def test_lines_of_a_stage_that_was_cut_off_are_dropped(reproduce, undisturbed, c
     assert records(copied) == records(undisturbed)
 
 
-def packed_files(run: Path) -> dict[str, bytes]:
+def packed_files(run):
     return {path.name: path.read_bytes() for path in run.glob("*.jsonl.gz")}
 
 
@@ -323,7 +323,7 @@ def test_nothing_is_lost_while_files_are_packed_or_unpacked(act, step, undisturb
         RunLog(copied).resume()
     steps = iter(range(6))
 
-    def killed(call: Callable[..., Any]) -> Callable[..., Any]:
+    def killed(call):
         return lambda *arguments, **options: (cut_off if next(steps) == step else call)(*arguments, **options)
 
     with monkeypatch.context() as patch:
@@ -414,7 +414,7 @@ def wide(reproduce, small_corpus, monkeypatch):
     return reproduce(sizes=tiny_preset.wide(str(small_corpus)))
 
 
-def accuracies_by(field: str, results: list[Result]) -> dict[Any, list[Result]]:
+def accuracies_by(field, results):
     """The lines of exact matches by one of their fields."""
     groups = defaultdict(list)
     for line in results:

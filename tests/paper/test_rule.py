@@ -25,7 +25,7 @@ from metatokens.paper.rule import (
 SPREAD = np.array([-0.02, 0.0, 0.02])  # variance 0.0004: of three runs a side the error is 0.01633, df 4, reach 0.04534
 
 
-def versus(gap: float, spread: np.ndarray = SPREAD, task: str = "parity") -> Stratum:
+def versus(gap, spread=SPREAD, task="parity"):
     """Three runs a side that differ by the gap on average."""
     return Stratum(task, (0.6 + gap + spread, -(0.6 + spread)))
 
@@ -140,13 +140,13 @@ def test_runs_that_agree_exactly_have_an_interval_of_the_prompts_alone():
     assert effect([Stratum("parity", (np.full(3, 0.0),))]).p(0.0) == 1
 
 
-def crossed(generator: np.random.Generator, runs: int, prompts: int, difficulty: np.ndarray) -> np.ndarray:
+def crossed(generator, runs, prompts, difficulty):
     """Scores of runs at prompts: variance 0.09 between runs, 0.25 of the residual."""
     luck = generator.normal(0, 0.3, (runs, 1))
     return luck + difficulty + generator.normal(0, 0.5, (runs, prompts))
 
 
-def as_table(scores: np.ndarray) -> pd.DataFrame:
+def as_table(scores):
     runs, prompts = np.indices(scores.shape).reshape(2, -1)
     return pd.DataFrame({"run": runs, "prompt": prompts, "score": scores.ravel(), "all": 0})
 

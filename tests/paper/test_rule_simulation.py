@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 from metatokens.paper.rule import (
-    Effect,
-    Kind,
     Stratum,
     effect,
     prompt_variance,
@@ -36,12 +34,12 @@ of_runs = pytest.mark.parametrize("runs", SIZES)
 
 
 def draw_answers(
-    generator: np.random.Generator,
-    runs: int,
-    prompts: int,
-    spread: float,
-    luck: float | None,
-) -> list[np.ndarray]:
+    generator,
+    runs,
+    prompts,
+    spread,
+    luck,
+):
     """Right and wrong of two models that are equally good, each an array (runs, prompts), the second's negative.
 
     A run's probability of being right is 1/2, plus its own luck, plus the prompt's difficulty, plus how much harder
@@ -64,13 +62,13 @@ def draw_answers(
     return sides
 
 
-def stratum_of(task: str, sides: list[np.ndarray]) -> Stratum:
+def stratum_of(task, sides):
     means = tuple(side.mean(axis=1) for side in sides)
     return Stratum(task, means, prompts=max(prompt_variance(sides), 0.0))
 
 
 @cache
-def effects(runs: int, luck: float | None) -> list[Effect]:
+def effects(runs, luck):
     """What the rule says of four tasks, again and again; the truth is 0."""
     prompts, repetitions = SIZES[runs]
     generator = np.random.default_rng(runs)
@@ -83,7 +81,7 @@ def effects(runs: int, luck: float | None) -> list[Effect]:
     return results
 
 
-def rates(runs: int, luck: float | None, truth: float, kind: Kind) -> Counter[str]:
+def rates(runs, luck, truth, kind):
     """How often each verdict is told, in percent, where the true effect is as given."""
     verdicts: Counter[str] = Counter()
     for result in effects(runs, luck):

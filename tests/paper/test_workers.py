@@ -4,8 +4,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import submitit
@@ -80,7 +78,7 @@ def test_jobs_give_the_same_results_and_one_that_is_killed_is_submitted_again(
     assert list(out.rglob("*.pkl")) == []
 
 
-def kill_this_process(*_: object) -> None:
+def kill_this_process(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -146,7 +144,7 @@ def test_settings_of_jobs_that_cannot_be_read_are_refused(setting):
 # --- killed, for real
 
 
-def wait_until(condition: Callable[[], bool]) -> bool:
+def wait_until(condition):
     """Whether the condition came true in time."""
     end = time.monotonic() + PATIENCE
     while not condition():
@@ -166,7 +164,7 @@ def stalled(small_corpus, tmp_path, forked):
     process.end()
 
 
-def assert_cut_off_in_pretraining(out: Path) -> None:
+def assert_cut_off_in_pretraining(out):
     assert {"tokenize", "pretrain-meta"} & set(records(out)) == {"tokenize"}
     checkpoints = out / "models" / "meta" / "pretrained" / "checkpoints"
     names = [path.name for path in checkpoints.iterdir()]

@@ -51,12 +51,12 @@ class Setting(NamedTuple):
 
 
 @cache
-def results() -> list[Line]:
+def results():
     text = gzip.decompress((LINES / "results.jsonl.gz").read_bytes()).decode()
     return [json.loads(line) for line in text.splitlines()]
 
 
-def accuracies(task: str) -> dict[Setting, dict[int, Line]]:
+def accuracies(task):
     """The last line of each seed of the plain runs, by what was measured."""
     by_setting: dict[Setting, dict[int, Line]] = defaultdict(dict)
     for line in results():
@@ -68,7 +68,7 @@ def accuracies(task: str) -> dict[Setting, dict[int, Line]]:
     return by_setting
 
 
-def shown_mean(lines: list[Line], most_seeds: int) -> set[str]:
+def shown_mean(lines, most_seeds):
     """What a cell may show: a mean just between two figures may be rounded either way."""
     values = [line["value"] for line in lines]
     fewer_seeds = f" \\[{len(values)}\\]" if len(values) < most_seeds else ""
@@ -80,7 +80,7 @@ def shown_mean(lines: list[Line], most_seeds: int) -> set[str]:
     return {f"{mean + nudge:.1f} \u00b1 {reach:.1f}{fewer_seeds}" for nudge in (-1e-9, 1e-9)}
 
 
-def papers(task: str, setting: Setting) -> str:
+def papers(task, setting):
     """The paper's figure below ours, if there is one."""
     [paper] = (table for table in PAPER["tables"] if table["table"] == LENGTH_TABLES[task])
     fields = setting._asdict()
@@ -92,7 +92,7 @@ def papers(task: str, setting: Setting) -> str:
     return ""
 
 
-def setting_of(row: str, column: str, measured: dict[Setting, dict[int, Line]]) -> Setting:
+def setting_of(row, column, measured):
     """What a cell is of; a label leaves out the fields in which all rows agree."""
     model, *words = row.split(", ")
     [any_position, *_] = {setting.position_embedding for setting in measured}

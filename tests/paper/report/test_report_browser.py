@@ -5,7 +5,6 @@ import subprocess
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -94,7 +93,7 @@ class Handler(SimpleHTTPRequestHandler):
         """Say nothing."""
 
 
-def look(chromium: str, folder: Path, *sights: tuple[str, tuple[int, int]]) -> Sight:
+def look(chromium, folder, *sights):
     """Open pages of a folder in a browser, each on a screen of some size."""
     (folder / "probe.html").write_text(PROBE.replace("SIGHTS", json.dumps(sights)), encoding="utf-8")
     flags = (

@@ -4,8 +4,6 @@ from math import isnan
 from typing import Any
 
 import pytest
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from metatokens.looking.style import PAGE, PHONE, png
 from metatokens.paper.claims import claims, judge
@@ -25,7 +23,7 @@ def judged(grid_inputs):
     return [result for result in results if not isnan(result.effect.low)]
 
 
-def heights(axes: Axes) -> dict[str, list[float]]:
+def heights(axes):
     """The heights of the labelled lines of a panel."""
     by_label = {}
     for line in axes.lines:
@@ -35,7 +33,7 @@ def heights(axes: Axes) -> dict[str, list[float]]:
     return by_label
 
 
-def panels(figure: Figure) -> dict[str, Axes]:
+def panels(figure):
     titles = [axes.get_title(loc="left").replace("\n", " ") for axes in figure.axes]
     return {title: axes for title, axes in zip(titles, figure.axes, strict=True) if title}
 

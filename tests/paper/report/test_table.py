@@ -1,19 +1,16 @@
 """The engine of the tables, against a slow reader of the lines: plain Python, Student's t from a printed table."""
 
-from collections.abc import Sequence
 from math import exp, log, sqrt
 from statistics import fmean, stdev
-from typing import Any
 
 import pytest
 from markupsafe import Markup
+from metatokens.paper.report.table import Cell, Table, make_table, models
 
 from metatokens.paper.report import figures
-from metatokens.paper.report.make_table import Cell, Table, make_table, models
 from metatokens.paper.report.tables import STEPS, Tables
 from metatokens.paper.report.text import Form
 from tests.paper.report.made_lines import (
-    Line,
     accuracy,
     recall,
     shortcut,
@@ -26,7 +23,7 @@ META = {"meta": {**PARITY, "model": "meta"}}
 AT_512 = {"512": {"length": 512}}
 
 
-def shown_mean(values: Sequence[float], n: int = 500) -> str:
+def shown_mean(values, n=500):
     """What a cell of accuracies shows."""
     if len(values) == 1:
         low, high = wilson(values[0], n)
@@ -35,7 +32,7 @@ def shown_mean(values: Sequence[float], n: int = 500) -> str:
     return f"{100 * fmean(values):.1f} \u00b1 {100 * reach:.1f}"
 
 
-def runs(model: str, *values: float, **fields: Any) -> list[Line]:
+def runs(model, *values, **fields):
     tested = {"task": "parity", "model": model} | fields
     return [accuracy(value, **tested, seed=seed) for seed, value in enumerate(values)]
 
@@ -164,7 +161,7 @@ def test_what_landmarks_hold_is_shown_with_what_is_kept_of_the_cache(read):
         "length": 128,
     }
 
-    def facts(number: int, variant: str = "") -> Line:
+    def facts(number, variant=""):
         name = f"facts_{number}"
         recipe = f"small/{variant or name}"
         return alone | {
