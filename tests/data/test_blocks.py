@@ -164,11 +164,11 @@ def test_a_worker_receives_a_path_and_needs_no_torch(placement, most_bytes, stor
         ),
         (
             {"placement": "line", "block_size": 100_000},
-            "train split .* tokens, and a block takes 100000",
+            "tokens, too few for one block of 100000",
         ),
         (
             {"block_size": 100_000},
-            "train split .* tokens, and a block takes 90000",
+            "train split .* tokens, too few for one block of 100000",
         ),
     ],
     ids=str,

@@ -118,7 +118,7 @@ def test_a_store_cut_off_at_any_file_ends_like_one_that_was_not(three_parts, und
             TokenStore.open(out)
         documents_finished = 0
         for shards in finished_shards(out):
-            documents_finished += shards["train"]["documents"] + shards["held_out"]["documents"]
+            documents_finished += sum(split["documents"] for split in shards.values())
         encoded.clear()
 
         write_token_store(out, **three_parts)

@@ -146,10 +146,11 @@ def test_a_run_that_covered_the_text_begins_with_it(tmp_path):
     page = write_quick_report([covered(tmp_path / "run")], tmp_path / "report")
 
     assert quoted(page) == [
-        "A meta-token is a learned token between the words of a text: a language model reads it, and is never asked to "
-        "predict it.",
-        "We trained meta (a second attention among its meta-tokens) and pause (meta-tokens alone), once each, on "
-        "questions about texts that they saw whole.",
+        'The paper "Language Modeling with Learned Meta-Tokens" puts learned tokens between the words of a text: a '
+        "language model reads such a meta-token, and is never asked to predict it.",
+        "We trained meta (GPT-2 with meta-tokens and a second attention among these alone) and pause (GPT-2 with "
+        "meta-tokens), once each, on questions about texts that they saw whole, with a meta-token right after what is "
+        "asked for.",
         "Then we covered the texts: a question sees their meta-tokens alone, 1.3 % of the keys and values. Of 500 "
         "questions of list recall, meta answers 99.8 % (with the text in sight 99.2 %) and pause answers 0.4 % (with "
         "the text in sight 19.0 %); guessing gives 10.0 %.",

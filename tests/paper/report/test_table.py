@@ -5,9 +5,9 @@ from statistics import fmean, stdev
 
 import pytest
 from markupsafe import Markup
-from metatokens.paper.report.table import Cell, Table, make_table, models
 
 from metatokens.paper.report import figures
+from metatokens.paper.report.make_table import Cell, Table, make_table, models
 from metatokens.paper.report.tables import STEPS, Tables
 from metatokens.paper.report.text import Form
 from tests.paper.report.made_lines import (
