@@ -13,10 +13,7 @@ OWN = [
     {"prompt": "the cat _PAUSE_ sat", "markers": [], "completion": " river"},
     {"prompt": "two dogs ran over", "completion": " river in spring"},
 ]
-TUNE = (
-    "finetune --data own.jsonl --set training.max_steps=60 --set training.save_steps=60 "
-    "--set training.learning_rate=0.02 --set training.warmup_steps=1"
-)
+TUNE = "finetune --data own.jsonl --set training.learning_rate=0.02 --set training.warmup_steps=1"
 
 
 def lines_of(file: str) -> list[dict[str, Any]]:
@@ -31,41 +28,41 @@ def records(workplace: Path) -> None:
 
 @pytest.mark.usefixtures("records")
 def test_own_records_are_trained_on_and_measured(small_model: Models, run: Succeed) -> None:
-    tune = f"{TUNE} --model {small_model()} --train-lengths 64"
+    tune = f"{TUNE} --model {small_model()} --set training.max_steps=60 --set training.save_steps=60"
 
-    output, error = run(f"{tune} --eval-data held_out.jsonl --out tuned --json")
-    run(f"{tune} --out plain")
+    output, error = run(f"{tune} --train-lengths 64 --eval-data held_out.jsonl --out tuned --json")
+    again, _ = run("evaluate --model tuned/data --data held_out.jsonl --predictions answers.jsonl --json")
 
     first, *_, progress, last = error.splitlines()
     assert first == "--train-lengths is ignored: the records of --data are used whatever their length."
     assert "held-out exact match 50.0%" in progress
     assert last == "models: tuned/data"
-    curve = lines_of("tuned/data/curve.jsonl")
-    measured = [point for point in curve if "eval_loss" in point]
+    measured = [point for point in lines_of("tuned/data/curve.jsonl") if "eval_loss" in point]
     assert column(measured, "step") == list(range(6, 61, 6))
     assert measured[-1]["eval_exact_match"] == 0.5
     exact, tokens = read_lines(output)
     assert (exact["metric"], exact["value"], exact["n"]) == ("exact_match", 0.5, 2)
     assert exact.keys().isdisjoint({"task", "length", "condition", "chance"})
     assert (tokens["metric"], tokens["model"]) == ("token_accuracy", "tuned/data")
-    # Neither the weights nor the losses depend on what was measured.
-    assert Path("plain/data/model.safetensors").read_bytes() == Path("tuned/data/model.safetensors").read_bytes()
-    losses = [point for point in curve if "loss" in point]
-    assert lines_of("plain/data/curve.jsonl") == losses
+    assert column(read_lines(again), "value") == [exact["value"], tokens["value"]]
+    right, wrong = lines_of("answers.jsonl")
+    assert right == OWN[1] | {"prediction": OWN[1]["completion"], "exact": True}
+    assert wrong.pop("prediction") != OWN[2]["completion"]
+    assert wrong == OWN[2] | {"markers": [], "exact": False}
 
 
 @pytest.mark.usefixtures("records")
-def test_predictions_are_the_answers_to_all_records(small_model: Models, run: Succeed) -> None:
-    run(f"{TUNE} --model {small_model()} --out tuned")
+def test_neither_weights_nor_losses_depend_on_what_is_measured(small_model: Models, run: Succeed) -> None:
+    tune = f"{TUNE} --model {small_model()} --set training.max_steps=4 --set training.logging_steps=1"
 
-    output, _ = run("evaluate --model tuned/data --data held_out.jsonl --predictions answers.jsonl --json")
+    run(f"{tune} --eval-data held_out.jsonl --out measured")
+    run(f"{tune} --out plain")
 
-    right, wrong = lines_of("answers.jsonl")
-    prediction_of_wrong = wrong.pop("prediction")
-    assert read_lines(output)[0]["value"] == 0.5
-    assert right == OWN[1] | {"prediction": OWN[1]["completion"], "exact": True}
-    assert wrong == OWN[2] | {"markers": [], "exact": False}
-    assert prediction_of_wrong != OWN[2]["completion"]
+    measured, plain = lines_of("measured/data/curve.jsonl"), lines_of("plain/data/curve.jsonl")
+    losses = [point for point in measured if "loss" in point]
+    assert len(measured) > len(losses) > 0
+    assert plain == losses
+    assert Path("plain/data/model.safetensors").read_bytes() == Path("measured/data/model.safetensors").read_bytes()
 
 
 def test_records_with_landmarks_are_trained_on_and_measured_alike(
