@@ -20,13 +20,13 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
-from metatokens.paper.report.table import Cell, Fields, Table, tabulate
 
 from metatokens.evaluation.intervals import wilson_interval
 from metatokens.looking.style import STYLES, band, line
 from metatokens.paper.claims import ClaimResult, claims, judge
 from metatokens.paper.frame import Inputs, load
 from metatokens.paper.report import overview
+from metatokens.paper.report.make_table import Cell, Fields, Table, make_table
 from metatokens.paper.report.tables import Tables
 from metatokens.paper.report.text import NOT_RUN, PERCENT, Form, name, number
 from metatokens.paper.rule import Effect, effect
@@ -119,7 +119,7 @@ def judged() -> list[ClaimResult]:
 
 def grid(corner: str, rows: Rows, columns: Rows, folder: str = "results/small", form: Form = PERCENT) -> str:
     """A table of the figures that have a row's and a column's fields."""
-    return tabulate(run(folder), "", corner, rows, columns, form=form).markdown()
+    return make_table(run(folder), "", corner, rows, columns, form=form).markdown()
 
 
 def models(where: Fields) -> Rows:

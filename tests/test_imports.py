@@ -14,6 +14,7 @@ import metatokens
 PACKAGE = Path(metatokens.__file__).parent
 ORDER = [
     "errors",
+    "differences",
     "machine",
     "model",
     "files",

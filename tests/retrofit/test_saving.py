@@ -261,9 +261,9 @@ def test_a_release_that_knows_of_further_settings_knows_the_base() -> None:
         (
             "llama",
             {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-            "rope_parameters was 'the default' and is .*500000.0",
+            "rope_parameters was the default and is .*500000.0",
         ),
-        ("mistral", {}, "sliding_window was 'the default' and is"),
+        ("mistral", {}, "sliding_window was the default and is"),
     ],
 )
 def test_a_base_of_other_settings_is_refused(

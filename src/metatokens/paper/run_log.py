@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from metatokens.differences import differences
 from metatokens.errors import UserError
 from metatokens.files import append_lines, write_whole
 from metatokens.paper.plan import Stage
@@ -24,7 +25,6 @@ from metatokens.paper.pools import TimedOutcome
 from metatokens.paper.records import PACKED
 from metatokens.paper.runner import WEIGHTS
 from metatokens.records import library_versions, now, read_text
-from metatokens.training.run_folder import differences
 
 LOG = "stages.jsonl"
 # The files of lines, by the field of an outcome whose records they hold.

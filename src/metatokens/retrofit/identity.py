@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from metatokens.differences import differences
 from metatokens.files import sha256_of
 from metatokens.retrofit.layers import added_parameters
 from metatokens.retrofit.settings import Checksums
@@ -44,17 +45,14 @@ def _as_json(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
 
 
-def difference(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str:
+def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
     """The settings in which two bases differ, to be part of a sentence; empty if there are none."""
-    parts = []
-    for name in sorted(before.keys() | now.keys()):
-        old = before.get(name, "the default")
-        new = now.get(name, "the default")
-        if isinstance(old, dict) and isinstance(new, dict):
-            parts.append(difference(old, new, f"{prefix}{name}."))
-        elif old != new:
-            parts.append(f"{prefix}{name} was {old!r}"[:120] + f" and is {new!r}"[:120])
-    return ", ".join(filter(None, parts))
+    return ", ".join(f"{name} was {_shown(old)} and is {_shown(new)}" for name, old, new in differences(before, now))
+
+
+def _shown(value: Any) -> str:
+    """A setting in a sentence; None where it is not among the settings that differ from the default."""
+    return "the default" if value is None else repr(value)[:100]
 
 
 @torch.no_grad()

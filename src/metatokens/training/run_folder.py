@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from metatokens.checkpoint import MANIFEST
+from metatokens.differences import differences
 from metatokens.errors import UserError
 from metatokens.files import LOCK, PARTIAL, exclusive, write_whole
 from metatokens.machine import is_first_process, process_count
@@ -109,15 +110,6 @@ def _compare(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
             f"{out} holds a run with other settings ({' '.join(name.split())} was {old!r} and is now {new!r}); "
             f"give a new folder{further}, or --overwrite to replace it."
         )
-
-
-def differences(before: Any, now: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The settings that differ, as (name with dots, value before, value now)."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in sorted(before.keys() | now.keys()):
-            yield from differences(before.get(key), now.get(key), f"{prefix}.{key}".lstrip("."))
-    elif before != now:
-        yield prefix, before, now
 
 
 def training_of(folder: Path) -> dict[str, Any]:
