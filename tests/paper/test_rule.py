@@ -114,14 +114,6 @@ def test_tasks_weigh_alike_whatever_their_spread_or_number_of_strata():
     assert result.freedom == pytest.approx(sum(terms) ** 2 / squares)
 
 
-def test_prompts_widen_the_interval_and_leave_its_degrees_of_freedom():
-    without = effect([versus(0.1)])
-    with_prompts = effect([replace(versus(0.1), prompts=0.0003)])
-
-    assert with_prompts.error**2 == pytest.approx(without.error**2 + 0.0003)
-    assert with_prompts.freedom == without.freedom
-
-
 def test_strata_of_a_task_may_share_prompts_and_tasks_do_not():
     samples = versus(0.1).samples
     strata = [Stratum(task, samples, prompts=prompts) for task, prompts in (("a", 0.01), ("a", 0.04), ("b", 0.09))]
@@ -171,19 +163,6 @@ def test_the_draw_of_prompts_is_that_of_a_mixed_model():
 
     variances = dict(zip(model.model.exog_vc.names, model.vcomp, strict=True))
     assert prompt_variance([scores]) == pytest.approx(variances["prompt"] / 25, rel=1e-3)
-
-
-def test_the_draw_of_prompts_with_two_sides_has_the_variance_that_was_put_in():
-    """Half of the difficulty is shared by the sides and cancels; what differs has variance 2 * 0.16."""
-    generator = np.random.default_rng(6)
-    variances = []
-    for _ in range(3000):
-        shared = generator.normal(0, 0.8, 30)
-        first, second = shared + generator.normal(0, 0.4, (2, 30))
-        sides = [crossed(generator, 3, 30, first), -crossed(generator, 5, 30, second)]
-        variances.append(prompt_variance(sides))
-
-    assert np.mean(variances) == pytest.approx(2 * 0.16 / 30, rel=0.05)
 
 
 @pytest.mark.parametrize(
