@@ -114,10 +114,7 @@ def _stages_left(log: RunLog, plan: list[Stage]) -> list[Stage]:
 def _carry_out(log: RunLog, plan: list[Stage], left: list[Stage], pool: Pool, task_done: Callable[[], None]) -> None:
     """Carry out the stages that are left, each once those that it needs are done."""
     by_name = {stage.name: stage for stage in left}
-    order: TopologicalSorter[str] = TopologicalSorter()
-    for stage in left:
-        order.add(stage.name, *(name for name in stage.after if name in by_name))
-    order.prepare()
+    order = _order(by_name)
     untested = {stage.name: stage.subject["task"] for stage in left if stage.method == "evaluate"}
     ready: list[Stage] = []
     running: set[str] = set()
@@ -145,6 +142,15 @@ def _carry_out(log: RunLog, plan: list[Stage], left: list[Stage], pool: Pool, ta
             display.refresh(running)
             if _tests_end(untested, finished):
                 task_done()
+
+
+def _order(by_name: Mapping[str, Stage]) -> "TopologicalSorter[str]":
+    """The order of these stages, by what each needs of the others."""
+    order: TopologicalSorter[str] = TopologicalSorter()
+    for stage in by_name.values():
+        order.add(stage.name, *(name for name in stage.after if name in by_name))
+    order.prepare()
+    return order
 
 
 def _tests_end(untested: dict[str, str], finished: list[str]) -> bool:
