@@ -5,11 +5,9 @@ Only a marker that the caller names is one; other text that looks like a marker 
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from jinja2 import TemplateError
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.landmarks import Landmarks
@@ -20,7 +18,7 @@ from metatokens.data.tokenizer import (
     encode_with_control,
     meta_token_id,
 )
-from metatokens.errors import UserError, one_line
+from metatokens.errors import UserError
 from metatokens.records import split_at
 
 _BREAK = "\ufdd0"  # within the texts of control tokens in messages; Unicode keeps it for programs' own use
@@ -132,29 +130,6 @@ def _without(control: Sequence[str], text: str) -> str:
 
 def _broken(control: str) -> str:
     return f"{control[0]}{_BREAK}{control[1:]}"
-
-
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    role: str
-    content: str
-
-
-_CHAT = TypeAdapter(Annotated[list[_Message], Field(min_length=1)])
-
-
-def read_messages(file: Path) -> list[dict[str, str]]:
-    """Read a chat, a JSON list of messages with `role` and `content`.
-
-    Raises:
-        UserError: if the file cannot be read, or holds something else.
-    """
-    try:
-        return [message.model_dump() for message in _CHAT.validate_json(file.read_bytes())]
-    except (OSError, ValidationError) as error:
-        form = '[{"role": "user", "content": "Hello"}]'
-        raise UserError(f"{file} must hold a list of messages, such as {form}: {one_line(error)}.") from error
 
 
 def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> str:
