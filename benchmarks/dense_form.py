@@ -74,10 +74,8 @@ class Switch:
 
     def __init__(self, model: Any):
         if isinstance(model, MetaGPT2ForCausalLM):
-            find = model.model._meta_rows
-            model.model._meta_rows = lambda *args, is_dense, **given: find(
-                *args, is_dense=is_dense or self.is_dense, **given
-            )
+            usual_form = model.model._meta_attention_form
+            model.model._meta_attention_form = lambda *inputs: "dense" if self.is_dense else usual_form(*inputs)
         else:
             model.model.register_forward_pre_hook(self._replace, with_kwargs=True)
 

@@ -17,7 +17,7 @@ def model_of(caller: str, *, dtype: torch.dtype | None = None, **fields: Any) ->
     """A model to change; `MetaGPT2` in float64 unless another type is asked for, with further fields."""
     if caller not in SETTINGS:
         return retrofitted(caller, dtype=dtype or torch.float32, **fields)
-    settings = SETTINGS[caller] | fields
+    settings = {"max_position_embeddings": 64} | SETTINGS[caller] | fields
     return tiny_model(vocab_size=ROWS, meta_token_id=META, dtype=dtype or torch.float64, **settings)
 
 

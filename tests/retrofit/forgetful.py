@@ -56,7 +56,7 @@ def forgetful(caller: str, full: Blocks = (), dtype: torch.dtype | None = None) 
         fields["text_window"] = None
     elif full:
         fields |= {"num_hidden_layers": 3, "text_full_layers": list(full)}
-    return tiny_model(**fields, dtype=dtype or torch.float64)
+    return tiny_model(**fields).to(dtype or torch.float64)
 
 
 shared_forgetful = cache(forgetful)  # for tests that do not change it

@@ -85,12 +85,15 @@ def test_training_hides_the_same_text_with_activation_checkpointing_too(name: st
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     masks = torch.stack([seen_in_blocks(model, row) for row in rows], dim=1)[:, :, None]
+    torch.manual_seed(0)  # some bases have dropout that is no module
     with block_masks(remembering, masks) as inputs:
         expected = gradients_by(remembering, remembering(ids, labels=ids, **inputs).loss)
 
+    torch.manual_seed(0)
     plain = gradients_by(model, model(ids, labels=ids, use_cache=False).loss)
     checkpoint_activations(model)
     model.enable_input_require_grads()
+    torch.manual_seed(0)
     checkpointed = gradients_by(model, model(ids, labels=ids, use_cache=False).loss)
 
     assert_gradients_close(plain, expected, ROUNDED_GRADIENT)
