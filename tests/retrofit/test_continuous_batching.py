@@ -67,8 +67,7 @@ def together(
 @pytest.mark.parametrize("meta_every", [0, 1, 3])
 @pytest.mark.parametrize("caller", [*WITHOUT_SCALE, *RETROFITS])
 def test_it_equals_generate(caller: str, meta_every: int) -> None:
-    longer = {"max_position_embeddings": 64} if caller in SETTINGS else {}
-    model = model_of(caller, **longer)
+    model = model_of(caller)
     expected = apart(model, meta_every=meta_every)
     assert together(model, meta_every=meta_every) == expected
     assert {len(text) for text in expected} == {NEW}
