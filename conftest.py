@@ -25,7 +25,9 @@ from tests.forked import PATIENCE, QUIET, Forked, Run, Start, start_server
 from tests.quick import left_out
 
 # The number of drawn cases, unless a test sets its own; tests/hostile scales its numbers by these.
-settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)  # the same each time
+settings.register_profile(
+    "quick", max_examples=25, deadline=None, derandomize=True
+)  # the same each time
 settings.register_profile("thorough", max_examples=2000, deadline=None)
 
 # torch and transformers read these when they are imported, here and in subprocesses: one thread unless the environment
@@ -48,8 +50,14 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every-case", action="store_true", help="all cases of every test (make test-all)")
-    parser.addoption("--thorough", action="store_true", help="also more kills, faults and draws (make test-thorough)")
+    parser.addoption(
+        "--every-case", action="store_true", help="all cases of every test (make test-all)"
+    )
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="also more kills, faults and draws (make test-thorough)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,7 +70,9 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("thorough" if config.getoption("thorough") else "quick")
 
 
-@pytest.hookimpl(tryfirst=True)  # before a plugin changes the order, so that the choice is the same each time
+@pytest.hookimpl(
+    tryfirst=True
+)  # before a plugin changes the order, so that the choice is the same each time
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     is_case_named = any("[" in argument for argument in config.args)
     gone: set[pytest.Item] = set()
@@ -77,7 +87,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     # Each training collects garbage (accelerate's `free_memory`), which took half its time before modules were frozen.
     gc.freeze()
-    if any("forked" in item.fixturenames for item in session.items if isinstance(item, pytest.Function)):
+    if any(
+        "forked" in item.fixturenames for item in session.items if isinstance(item, pytest.Function)
+    ):
         start_server()  # it imports while other tests run
 
 
@@ -118,7 +130,9 @@ def browser(chromium: str) -> Iterator[Any]:
     """A browser that waits as long as a loaded machine takes; its pages are the caller's to close."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with sync_api.sync_playwright() as play:
-        opened = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"], timeout=1000 * PATIENCE)
+        opened = play.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox"], timeout=1000 * PATIENCE
+        )
         new_page = opened.new_page
 
         def patient(**options: Any) -> Any:
@@ -153,9 +167,17 @@ def start_ranks(forked: Callable[..., Forked]) -> Start:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        together = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
-        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **together} for rank in range(processes)]
-        return [forked(call, *arguments, **QUIET, **(rank if processes > 1 else {})) for rank in ranks]
+        together = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(processes),
+        }
+        ranks = [
+            {"RANK": str(rank), "LOCAL_RANK": str(rank), **together} for rank in range(processes)
+        ]
+        return [
+            forked(call, *arguments, **QUIET, **(rank if processes > 1 else {})) for rank in ranks
+        ]
 
     return begin
 
@@ -215,7 +237,9 @@ def shared_data() -> Path:
 def contents() -> Callable[[Path], dict[str, bytes]]:
     """Reads every file below a folder, by relative path."""
     return lambda folder: {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
     }
 
 
@@ -239,11 +263,15 @@ def small_store(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) ->
     from metatokens.tasks.curriculum import task_texts
 
     folder = tmp_path_factory.mktemp("store") / "tokens"
-    return write_token_store(folder, str(small_corpus), "train:768", held_out=0.2, extra_texts=task_texts())
+    return write_token_store(
+        folder, str(small_corpus), "train:768", held_out=0.2, extra_texts=task_texts()
+    )
 
 
 @pytest.fixture(scope="session")
-def small_model(small_store: "TokenStore", tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def small_model(
+    small_store: "TokenStore", tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
     """Makes a folder with a small untrained model of a given configuration and the store's tokenizer."""
     import torch
 
@@ -253,9 +281,18 @@ def small_model(small_store: "TokenStore", tmp_path_factory: pytest.TempPathFact
     from metatokens.model.modeling import MetaGPT2ForCausalLM
 
     def make(**changes: object) -> Path:
-        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.2}
+        sizes = {
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "initializer_range": 0.2,
+        }
         eos = small_store.manifest.eos_token_id
-        ids = {"meta_token_id": small_store.manifest.meta_token_id, "eos_token_id": eos, "bos_token_id": eos}
+        ids = {
+            "meta_token_id": small_store.manifest.meta_token_id,
+            "eos_token_id": eos,
+            "bos_token_id": eos,
+        }
         vocabulary = {"vocab_size": padded_vocab_size(small_store.tokenizer)}
         torch.manual_seed(0)
         model = MetaGPT2ForCausalLM(MetaGPT2Config(**(sizes | ids | vocabulary | changes)))

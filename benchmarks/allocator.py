@@ -31,21 +31,43 @@ def main(
     corpus: Annotated[str, typer.Option(help="Text, as for `metatokens tokenize`.")] = "builtin",
     steps: Annotated[int, typer.Option(help="Pretraining steps.")] = 16,
     shape: Annotated[str, typer.Option(help="Shape of the model of `benchmark train`.")] = "paper",
-    rounds: Annotated[int, typer.Option(help="Runs of each command with, and as many without.")] = 3,
-    only: Annotated[list[str] | None, typer.Option(help="Name of a command's row; repeatable.")] = None,
+    rounds: Annotated[
+        int, typer.Option(help="Runs of each command with, and as many without.")
+    ] = 3,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Name of a command's row; repeatable.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="File to write JSON lines to.")] = None,
 ) -> None:
     """Print the table of ratios."""
     with tempfile.TemporaryDirectory() as folder:
         base, tokens = f"{folder}/base", f"{folder}/tokens"
         pretrain = f"metatokens pretrain --recipe demo --set data.tokens={tokens} --overwrite --set training.max_steps="
-        tokenize = ["metatokens", "tokenize", "--corpus", corpus, "--tokenizer", tokenizer, "--overwrite", "--out"]
+        tokenize = [
+            "metatokens",
+            "tokenize",
+            "--corpus",
+            corpus,
+            "--tokenizer",
+            tokenizer,
+            "--overwrite",
+            "--out",
+        ]
         commands = {
             "tokenize": [*tokenize, f"{folder}/again"],
             "pretrain, the demo's model": [*f"{pretrain}{steps}".split(), "--out", f"{folder}/run"],
             f"benchmark train, {shape}": f"benchmarks.speed train --shape {shape} --contestant gpt2 --rounds 3 "
             "--warmup 1 --no-memory".split(),
-            "perplexity": ["metatokens", "perplexity", "--model", base, "--corpus", corpus, "--max-tokens", "20000"],
+            "perplexity": [
+                "metatokens",
+                "perplexity",
+                "--model",
+                base,
+                "--corpus",
+                corpus,
+                "--max-tokens",
+                "20000",
+            ],
             "generate": f"metatokens generate --model {base} --max-new-tokens 200 Once".split(),
             "evaluate": [
                 "metatokens",
@@ -71,10 +93,16 @@ def main(
             "runs",
             console=Console(stderr=True),
         ):
-            runs.setdefault((name, kept), []).append(measured(commands[name], {} if kept else PLAIN))
-    from benchmarks.speed.speed import device_name  # with torch, whose size each new process would begin with
+            runs.setdefault((name, kept), []).append(
+                measured(commands[name], {} if kept else PLAIN)
+            )
+    from benchmarks.speed.speed import (
+        device_name,
+    )  # with torch, whose size each new process would begin with
 
-    table = Table(title="glibc keeps freed memory, against what it does by itself (median, quartiles)")
+    table = Table(
+        title="glibc keeps freed memory, against what it does by itself (median, quartiles)"
+    )
     for heading in ("", *FIGURES):
         table.add_column(heading, justify="right" if heading else "left")
     lines = []
@@ -82,11 +110,23 @@ def main(
         kept, plain = (np.array(runs[name, one]) for one in (True, False))
         row = []
         for index, figure in enumerate(FIGURES):
-            low, ratio, high = np.quantile(kept[:, index] / plain[:, index], (0.25, 0.5, 0.75)).tolist()
+            low, ratio, high = np.quantile(
+                kept[:, index] / plain[:, index], (0.25, 0.5, 0.75)
+            ).tolist()
             medians = [float(np.median(one[:, index])) for one in (kept, plain)]
-            row.append(f"{medians[0]:,.1f} / {medians[1]:,.1f} = {ratio:.2f} ({low:.2f} to {high:.2f})")
-            about = {"measured": name, "figure": figure, "kept": medians[0], "plain": medians[1], "ratio": ratio}
-            lines.append(about | {"low": low, "high": high, "n": rounds, "device": device_name("cpu")})
+            row.append(
+                f"{medians[0]:,.1f} / {medians[1]:,.1f} = {ratio:.2f} ({low:.2f} to {high:.2f})"
+            )
+            about = {
+                "measured": name,
+                "figure": figure,
+                "kept": medians[0],
+                "plain": medians[1],
+                "ratio": ratio,
+            }
+            lines.append(
+                about | {"low": low, "high": high, "n": rounds, "device": device_name("cpu")}
+            )
         table.add_row(name, *row)
     Console().print(table)
     if out is not None:

@@ -39,7 +39,9 @@ def with_seeds(sizes: Preset, seeds: int) -> Preset:
     """The preset with each of its models and inspections for the seeds 0, 1, ..."""
     models = tuple(replace(model, seed=seed) for seed in range(seeds) for model in sizes.models)
 
-    def inspected(inspection: FurtherTest | Ablation | Analysis) -> FurtherTest | Ablation | Analysis:
+    def inspected(
+        inspection: FurtherTest | Ablation | Analysis,
+    ) -> FurtherTest | Ablation | Analysis:
         names = tuple(model.name for model in models if model.model in inspection.models)
         return replace(inspection, models=names)
 
@@ -55,14 +57,25 @@ def table(results: list[Result], seeds: int) -> Table:
         prompts = (result.task, result.condition, result.length)
         if result.metric == "shortcut" and result.value is not None:
             shortcuts[prompts] = max(shortcuts[prompts], result.value)
-        elif result.metric == "exact_match" and result.value is not None and result.seed is not None:
+        elif (
+            result.metric == "exact_match" and result.value is not None and result.seed is not None
+        ):
             sees = "covered" if result.intervention else "in sight"
             accuracy[(*prompts, sees, result.model)][result.seed] = result.value
     shown = Table(
-        "task", "condition", "tokens", "text", "model", *(f"seed {seed}" for seed in range(seeds)), "shortcut"
+        "task",
+        "condition",
+        "tokens",
+        "text",
+        "model",
+        *(f"seed {seed}" for seed in range(seeds)),
+        "shortcut",
     )
     for key in sorted(accuracy):
-        cells = [f"{100 * accuracy[key][seed]:.1f}" if seed in accuracy[key] else "" for seed in range(seeds)]
+        cells = [
+            f"{100 * accuracy[key][seed]:.1f}" if seed in accuracy[key] else ""
+            for seed in range(seeds)
+        ]
         shown.add_row(*map(str, key), *cells, f"{100 * shortcuts[key[:3]]:.1f}")
     return shown
 

@@ -46,11 +46,15 @@ def retrofit(**sizes: Any) -> Pair:
 
 def own(**sizes: Any) -> Pair:
     """The paper's model without its second attention, and with it."""
-    plain, paper = (MetaGPT2Config.paper(second_attention=second, **sizes) for second in ("none", "meta"))
+    plain, paper = (
+        MetaGPT2Config.paper(second_attention=second, **sizes) for second in ("none", "meta")
+    )
     return MetaGPT2ForCausalLM(plain), MetaGPT2ForCausalLM(paper)
 
 
-def llama(width: int, blocks: int, heads: int, groups: int, inner: int, vocabulary: int, *, tied: bool) -> Pair:
+def llama(
+    width: int, blocks: int, heads: int, groups: int, inner: int, vocabulary: int, *, tied: bool
+) -> Pair:
     """A retrofit of a Llama of these sizes."""
     return retrofit(
         hidden_size=width, num_hidden_layers=blocks, num_attention_heads=heads, num_key_value_heads=groups,
@@ -75,7 +79,9 @@ class Switch:
     def __init__(self, model: Any):
         if isinstance(model, MetaGPT2ForCausalLM):
             usual_form = model.model._meta_attention_form
-            model.model._meta_attention_form = lambda *inputs: "dense" if self.is_dense else usual_form(*inputs)
+            model.model._meta_attention_form = lambda *inputs: (
+                "dense" if self.is_dense else usual_form(*inputs)
+            )
         else:
             model.model.register_forward_pre_hook(self._replace, with_kwargs=True)
 
@@ -91,22 +97,36 @@ class Switch:
 def units(base: Any, model: Any, length: int, new_tokens: int, device: str) -> dict[str, Unit]:
     """The work, named "task, form"; "base" has a cache that grows, "static base" one of a fixed size."""
     switch, meta = Switch(model), model.config.meta_token_id
-    text = torch.randint(1, min(meta or 1 << 30, base.config.vocab_size), (1, length), device=device)
+    text = torch.randint(
+        1, min(meta or 1 << 30, base.config.vocab_size), (1, length), device=device
+    )
     mixed = text.clone()
     mixed[:, EVERY - 1 :: EVERY] = meta
     found: dict[str, Unit] = {}
 
-    def add(name: str, one: Any, work: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> None:
+    def add(
+        name: str,
+        one: Any,
+        work: Callable[[], object],
+        prepare: Callable[[], object] = lambda: None,
+    ) -> None:
         def ready() -> None:
             one.train("training" in name)
             switch.is_dense = "dense" in name
             prepare()
 
         found[name] = Unit(
-            work=work, prepare=ready, text_tokens=length, parameters=sum(p.numel() for p in one.parameters())
+            work=work,
+            prepare=ready,
+            text_tokens=length,
+            parameters=sum(p.numel() for p in one.parameters()),
         )
 
-    for form, one, ids in (("base", base, text), ("gathered", model, mixed), ("dense", model, mixed)):
+    for form, one, ids in (
+        ("base", base, text),
+        ("gathered", model, mixed),
+        ("dense", model, mixed),
+    ):
         add(f"prefill, {form}", one, reading(one, ids))
         add(f"training step, {form}", one, training(one, ids))
     for form, one, ids in (
@@ -115,8 +135,16 @@ def units(base: Any, model: Any, length: int, new_tokens: int, device: str) -> d
         ("static base", base, text),
         ("dense", model, mixed),
     ):
-        size = length + new_tokens + new_tokens // EVERY + 1 if form in ("static base", "dense") else None
-        add(f"decode, {form}", one, *decoding(one, ids, new_tokens, size, {} if one is base else {"meta_every": EVERY}))
+        size = (
+            length + new_tokens + new_tokens // EVERY + 1
+            if form in ("static base", "dense")
+            else None
+        )
+        add(
+            f"decode, {form}",
+            one,
+            *decoding(one, ids, new_tokens, size, {} if one is base else {"meta_every": EVERY}),
+        )
     return found
 
 
@@ -147,21 +175,33 @@ def decoding(
     """
     empty = None if size is None else StaticCache(model.config, max_cache_len=size)
     with torch.inference_mode():
-        context = model.eval()(ids[:, :-1], past_key_values=empty, use_cache=True, logits_to_keep=1).past_key_values
-    options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 1}
+        context = model.eval()(
+            ids[:, :-1], past_key_values=empty, use_cache=True, logits_to_keep=1
+        ).past_key_values
+    options = {
+        "max_new_tokens": new_tokens,
+        "min_new_tokens": new_tokens,
+        "do_sample": False,
+        "pad_token_id": 1,
+    }
 
     def prepare() -> None:
         options["past_key_values"] = copy.deepcopy(context)
 
-    return lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **options, **inserts), prepare
+    return lambda: model.generate(
+        ids, attention_mask=torch.ones_like(ids), **options, **inserts
+    ), prepare
 
 
 def main(
     out: Annotated[Path | None, typer.Option(help="File to write JSON lines to.")] = None,
     size: Annotated[
-        list[str] | None, typer.Option(help=f"One of {', '.join(SIZES)}; by default the last three.")
+        list[str] | None,
+        typer.Option(help=f"One of {', '.join(SIZES)}; by default the last three."),
     ] = None,
-    length: Annotated[int, typer.Option(help="Positions of the prompt and of the training step.")] = 896,
+    length: Annotated[
+        int, typer.Option(help="Positions of the prompt and of the training step.")
+    ] = 896,
     new_tokens: Annotated[int, typer.Option(help="Text tokens that are generated.")] = 24,
     rounds: Annotated[int, typer.Option(help="Timed rounds.")] = 7,
     threads: Annotated[int, typer.Option(help="Of PyTorch.")] = 2,
@@ -170,9 +210,13 @@ def main(
     """Print a table of ratios."""
     torch.set_num_threads(threads)
     setting = Setting(rounds=rounds, warmup=1, threads=threads, device=device)
-    table = Table(title=f"{length} positions, 1/{EVERY} meta-tokens: median time (quartiles), {threads} threads")
+    table = Table(
+        title=f"{length} positions, 1/{EVERY} meta-tokens: median time (quartiles), {threads} threads"
+    )
     for heading in ("model", "", "base, s", "gathered / base", "dense / base", "dense / gathered"):
-        table.add_column(heading, justify="right" if "s" in heading[-4:] or "/" in heading else "left")
+        table.add_column(
+            heading, justify="right" if "s" in heading[-4:] or "/" in heading else "left"
+        )
     lines = []
     for name in size or list(SIZES)[2:]:
         torch.manual_seed(0)
@@ -185,9 +229,22 @@ def main(
                 ratios = seconds[f"{task}, {form}"] / seconds[f"{task}, {other}"]
                 low, ratio, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
                 row.append(f"{ratio:.2f} ({low:.2f} to {high:.2f})")
-                about = {"model": name, "task": task, "measured": form, "against": other, "ratio": ratio, "low": low}
+                about = {
+                    "model": name,
+                    "task": task,
+                    "measured": form,
+                    "against": other,
+                    "ratio": ratio,
+                    "low": low,
+                }
                 own_seconds = float(np.median(seconds[f"{task}, {form}"]))
-                about |= {"high": high, "n": rounds, "seconds": own_seconds, "length": length, "threads": threads}
+                about |= {
+                    "high": high,
+                    "n": rounds,
+                    "seconds": own_seconds,
+                    "length": length,
+                    "threads": threads,
+                }
                 lines.append(about | {"device": device_name(device), "torch": torch.__version__})
             table.add_row(name, task, f"{np.median(seconds[f'{task}, base']):.3g}", *row)
     Console(width=130).print(table)

@@ -29,8 +29,19 @@ OURS = ("gpt2", "pause", "meta", "dense")
 def measurements(device: str) -> list[tuple[str, list[str]]]:
     """The measurements, the most important first: a file's name, and the arguments of `benchmarks.speed`."""
     is_gpu = device == "cuda"
-    shape, short, long, rounds = ("paper", "1024", "8192", "8") if is_gpu else ("tiny", "64", "128", "1")
-    own = ["--shape", shape, "--device", device, "--rounds", rounds, "--warmup", "3" if is_gpu else "1"]
+    shape, short, long, rounds = (
+        ("paper", "1024", "8192", "8") if is_gpu else ("tiny", "64", "128", "1")
+    )
+    own = [
+        "--shape",
+        shape,
+        "--device",
+        device,
+        "--rounds",
+        rounds,
+        "--warmup",
+        "3" if is_gpu else "1",
+    ]
     own += ["--dtype", "bfloat16" if is_gpu else "float32"]
     theirs = [*OURS, "transformers", "gpt2-learned"]
     batch = {short: "8" if is_gpu else "2", long: "1"}
@@ -38,10 +49,21 @@ def measurements(device: str) -> list[tuple[str, list[str]]]:
     for length in (short, long):
         for compiled in ([], ["--compile"]) if is_gpu else ([],):
             name = f"train_{length}{'_compiled' if compiled else ''}"
-            sizes = ["--lengths", length, "--batch-size", batch[length], *contestants(theirs), *compiled]
+            sizes = [
+                "--lengths",
+                length,
+                "--batch-size",
+                batch[length],
+                *contestants(theirs),
+                *compiled,
+            ]
             found.append((name, ["train", *own, *sizes]))
     for length in (short, long):
-        decoding = ["--lengths", length, *contestants(["gpt2", "meta", "transformers", "gpt2-learned"])]
+        decoding = [
+            "--lengths",
+            length,
+            *contestants(["gpt2", "meta", "transformers", "gpt2-learned"]),
+        ]
         found.append((f"decode_{length}", ["decode", *own, *decoding]))
     return found
 
@@ -66,23 +88,39 @@ def table(files: Sequence[Path], peak: float | None) -> Table:
             memory = "-" if timing.memory is None else f"{timing.memory / 1e6:,.0f}"
             speed = f"{timing.text_tokens / timing.seconds:,.0f}"
             ratio = f"{timing.ratio:.3f} [{timing.ratio_low:.3f}, {timing.ratio_high:.3f}]"
-            shown.add_row(file.stem, timing.model, speed, utilisation(timing, peak), memory, ratio, timing.against)
+            shown.add_row(
+                file.stem,
+                timing.model,
+                speed,
+                utilisation(timing, peak),
+                memory,
+                ratio,
+                timing.against,
+            )
     return shown
 
 
 def main() -> int:
     """Run what fits, print the figures, and return the status of the tests."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the lines of each measurement")
-    parser.add_argument("--minutes", type=float, default=8, help="no measurement starts later than this")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for the lines of each measurement"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=8, help="no measurement starts later than this"
+    )
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     end, console = time.monotonic() + 60 * given.minutes, Console(width=120)
     name = torch.cuda.get_device_name() if given.device == "cuda" else "processor"
     console.print(f"device: {name}, PyTorch {torch.__version__}")
     environment = {**os.environ, "METATOKENS_DEVICE": given.device}
-    tests = subprocess.run([sys.executable, "-m", "pytest", "-q", str(TESTS)], env=environment, check=False)
+    tests = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", str(TESTS)], env=environment, check=False
+    )
     files, left = [], []
     for measured, arguments in measurements(given.device):
         if time.monotonic() > end:
@@ -92,7 +130,12 @@ def main() -> int:
         file.unlink(missing_ok=True)
         command = [sys.executable, "-m", "benchmarks.speed", *arguments, "--out", str(file)]
         try:
-            subprocess.run(command, check=True, stderr=subprocess.PIPE, timeout=max(1, end + 60 - time.monotonic()))
+            subprocess.run(
+                command,
+                check=True,
+                stderr=subprocess.PIPE,
+                timeout=max(1, end + 60 - time.monotonic()),
+            )
             files.append(file)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             said = (error.stderr or b"").decode(errors="replace").strip().rpartition("\n")[2]

@@ -53,7 +53,9 @@ def main(
         num_key_value_heads=max(1, hidden // 128),
     )
     base: Any = LlamaForCausalLM(config).to(device).eval()
-    model: Any = add_meta_attention(copy.deepcopy(base), meta_token_id=META, heads=8, head_size=64).eval()
+    model: Any = add_meta_attention(
+        copy.deepcopy(base), meta_token_id=META, heads=8, head_size=64
+    ).eval()
     text = torch.randint(1, VOCABULARY, (1, length), device=device)
     mixed = text.clone()
     mixed[:, EVERY - 1 :: EVERY] = META
@@ -63,8 +65,15 @@ def main(
         return lambda: one(input_ids=ids, use_cache=False)
 
     def generating(one: Any, **options: Any) -> Callable[[], object]:
-        fixed = {"do_sample": False, "min_new_tokens": new_tokens, "max_new_tokens": new_tokens, "pad_token_id": 1}
-        return lambda: one.generate(prompt, attention_mask=torch.ones_like(prompt), **fixed, **options)
+        fixed = {
+            "do_sample": False,
+            "min_new_tokens": new_tokens,
+            "max_new_tokens": new_tokens,
+            "pad_token_id": 1,
+        }
+        return lambda: one.generate(
+            prompt, attention_mask=torch.ones_like(prompt), **fixed, **options
+        )
 
     work: dict[str, tuple[Callable[[], object], str]] = {
         "base, reading": (reading(base, text), ""),
@@ -75,22 +84,52 @@ def main(
         "generating, meta_every=8": (generating(model, meta_every=EVERY), "base, generating"),
     }
     sizes = {one: sum(parameter.numel() for parameter in one.parameters()) for one in (base, model)}
-    units = {name: Unit(work=call, text_tokens=length, parameters=sizes[model]) for name, (call, _) in work.items()}
-    progress = iter(track(range(setting.warmup + setting.rounds), "rounds", console=Console(stderr=True)))
+    units = {
+        name: Unit(work=call, text_tokens=length, parameters=sizes[model])
+        for name, (call, _) in work.items()
+    }
+    progress = iter(
+        track(range(setting.warmup + setting.rounds), "rounds", console=Console(stderr=True))
+    )
     with torch.inference_mode():
         heat = race(units, setting, lambda: next(progress, None))
-    table = Table(title=f"A Llama of {sizes[base] / 1e6:.1f}M and {(sizes[model] - sizes[base]) / 1e6:.1f}M added")
+    table = Table(
+        title=f"A Llama of {sizes[base] / 1e6:.1f}M and {(sizes[model] - sizes[base]) / 1e6:.1f}M added"
+    )
     for heading in ("", "time against the base's", "quartiles", "aim"):
         table.add_column(heading, justify="left" if not heading else "right")
     lines = []
     for name, (_, against) in work.items():
         if against:
-            low, ratio, high = np.quantile(heat.seconds[name] / heat.seconds[against], (0.25, 0.5, 0.75)).tolist()
-            table.add_row(name, f"{ratio:.3f}", f"{low:.3f} to {high:.3f}", f"{AIMS[name]:.2f}" if name in AIMS else "")
-            about = {"measured": name, "against": against, "ratio": ratio, "low": low, "high": high, "n": rounds}
-            own = {"parameters": sizes[model], "base_parameters": sizes[base], "length": length, "threads": threads}
+            low, ratio, high = np.quantile(
+                heat.seconds[name] / heat.seconds[against], (0.25, 0.5, 0.75)
+            ).tolist()
+            table.add_row(
+                name,
+                f"{ratio:.3f}",
+                f"{low:.3f} to {high:.3f}",
+                f"{AIMS[name]:.2f}" if name in AIMS else "",
+            )
+            about = {
+                "measured": name,
+                "against": against,
+                "ratio": ratio,
+                "low": low,
+                "high": high,
+                "n": rounds,
+            }
+            own = {
+                "parameters": sizes[model],
+                "base_parameters": sizes[base],
+                "length": length,
+                "threads": threads,
+            }
             seconds = float(np.median(heat.seconds[name]))
-            lines.append(about | own | {"seconds": seconds, "device": device_name(device), "torch": torch.__version__})
+            lines.append(
+                about
+                | own
+                | {"seconds": seconds, "device": device_name(device), "torch": torch.__version__}
+            )
     Console().print(table)
     if out is not None:
         out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

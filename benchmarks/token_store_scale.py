@@ -32,7 +32,12 @@ C4_TOKENS = 156e9
 def generate(folder: Path, size: float) -> None:
     """Write the corpus: about `size` bytes of text."""
     draw = random.Random(0)
-    sentences = [line + "\n" for text in read_corpus("builtin") for line in text.splitlines() if len(line) > 20]
+    sentences = [
+        line + "\n"
+        for text in read_corpus("builtin")
+        for line in text.splitlines()
+        if len(line) > 20
+    ]
     for number in range(FILES):
         path = folder / f"{number}.jsonl{'.gz' if number == FILES - 1 else ''}"
         written = 0.0
@@ -63,9 +68,18 @@ def cpu_of_children() -> float:
 
 def measure(corpus: str, tokenizer: str, out: Path, workers: int) -> None:
     """Tokenize, look at the memory every half second, and print what was seen."""
-    command = [sys.executable, "-c", "from metatokens.cli import main; main()", "tokenize", "--corpus", corpus]
+    command = [
+        sys.executable,
+        "-c",
+        "from metatokens.cli import main; main()",
+        "tokenize",
+        "--corpus",
+        corpus,
+    ]
     began, cpu = time.monotonic(), cpu_of_children()
-    running = subprocess.Popen([*command, "--tokenizer", tokenizer, "--out", out, "--workers", str(workers)])
+    running = subprocess.Popen(
+        [*command, "--tokenizer", tokenizer, "--out", out, "--workers", str(workers)]
+    )
     process, curve = psutil.Process(running.pid), []
     while running.poll() is None:
         curve.append((time.monotonic() - began, memory(process)))
@@ -79,21 +93,31 @@ def measure(corpus: str, tokenizer: str, out: Path, workers: int) -> None:
     at, used = np.array(curve).T
     steady = (at > 0.2 * took) & (at < 0.95 * took)  # while every worker works
     slope, _ = np.polyfit(at[steady], used[steady], 1)
-    print(f"workers {workers}: {text / 1e6:,.0f} M characters, {tokens / 1e6:,.0f} M tokens, {shards} shards")
-    print(f"  {took:,.0f} s, {text / took / 1e6:.2f} M characters/s, {tokens / took / 1e6:.2f} M tokens/s")
+    print(
+        f"workers {workers}: {text / 1e6:,.0f} M characters, {tokens / 1e6:,.0f} M tokens, {shards} shards"
+    )
+    print(
+        f"  {took:,.0f} s, {text / took / 1e6:.2f} M characters/s, {tokens / took / 1e6:.2f} M tokens/s"
+    )
     print(f"  {cpu:,.0f} s of a core, {text / cpu / 1e6:.2f} M characters/s and core")
     low, high = used[steady].min(), used[steady].max()
     print(f"  memory: peak {used.max():,.0f} MB, {low:,.0f} to {high:,.0f} while steady")
-    print(f"  slope {slope * 60:+.1f} MB/min, {slope * took / (text / 1e9):+.1f} MB a billion characters")
+    print(
+        f"  slope {slope * 60:+.1f} MB/min, {slope * took / (text / 1e9):+.1f} MB a billion characters"
+    )
     print(f"  stored {stored / 1e9:.2f} GB, {stored / tokens:.3f} bytes a token")
     hours = C4_TOKENS / tokens * cpu / 3600
-    print(f"  C4's 156 billion tokens: {hours:,.0f} core-hours, {stored / tokens * C4_TOKENS / 1e9:,.0f} GB")
+    print(
+        f"  C4's 156 billion tokens: {hours:,.0f} core-hours, {stored / tokens * C4_TOKENS / 1e9:,.0f} GB"
+    )
 
 
 def main(
     tokenizer: Annotated[str, typer.Option(help="As of `metatokens tokenize`.")],
     gigabytes: Annotated[float, typer.Option(help="Of text.")] = 2.0,
-    workers: Annotated[list[int] | None, typer.Option(help="One a core by default; repeatable.")] = None,
+    workers: Annotated[
+        list[int] | None, typer.Option(help="One a core by default; repeatable.")
+    ] = None,
 ) -> None:
     """Generate, tokenize, and print."""
     with TemporaryDirectory() as name:

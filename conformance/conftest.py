@@ -13,12 +13,22 @@ from not_applicable import NOT_APPLICABLE
 from suite import FOLDER, VERSION, has_generation
 
 os.environ |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
-os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # which stand in the way of what the commands print
+os.environ |= {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1"
+}  # which stand in the way of what the commands print
 sys.path[:0] = [str(FOLDER), str(Path(__file__).parents[1])]
 
 CONTROL = "llama"
 CANNOT_APPLY = "cannot apply: "
-HEADINGS = ("", "passed", "failed", "not applicable", "skipped alike", "sub-tests passed", "sub-tests failed")
+HEADINGS = (
+    "",
+    "passed",
+    "failed",
+    "not applicable",
+    "skipped alike",
+    "sub-tests passed",
+    "sub-tests failed",
+)
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 SWEEP_HEAD = "\n## Every type\n"
@@ -80,7 +90,10 @@ class Tally:
                 found = self.types if test == "test_every_type" else self.architectures
                 found[name] = dict(report.user_properties)
                 if found is self.types and report.failed and not found[name]:
-                    found[name] = {"kind": "crashed", "sentence": report.longreprtext.splitlines()[-1]}
+                    found[name] = {
+                        "kind": "crashed",
+                        "sentence": report.longreprtext.splitlines()[-1],
+                    }
             return
         outcomes = self.outcomes[member]
         if isinstance(report, pytest.SubtestReport):
@@ -104,7 +117,9 @@ class Tally:
         """The outcome for every type of decoder, with the types that have it."""
         rows: dict[str, list[str]] = defaultdict(list)
         for name, found in sorted(self.types.items()):
-            sentence = re.sub(r"added to an? \w+", "added to it", found["sentence"]).replace("|", "/")
+            sentence = re.sub(r"added to an? \w+", "added to it", found["sentence"]).replace(
+                "|", "/"
+            )
             rows[": ".join(filter(None, (found["kind"], sentence)))].append(name)
         counts = Counter(found["kind"] for found in self.types.values())
         order = ("taken", "refused", "not built", "wrong", "crashed")
@@ -126,17 +141,33 @@ class Tally:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """A line for each member, then the gaps."""
         terminalreporter.write_sep("=", "conformance")
-        terminalreporter.write_line(", ".join(f"{name} {version(name)}" for name in ("transformers", "torch", "peft")))
+        terminalreporter.write_line(
+            ", ".join(f"{name} {version(name)}" for name in ("transformers", "torch", "peft"))
+        )
         rows: list[tuple[str | int, ...]] = [HEADINGS]
         for member, outcomes in sorted(self.outcomes.items()):
             counts, parts = Counter(outcomes.values()), self.subtests[member]
-            listed = sum(one == member and CANNOT_APPLY in reason for (one, _), reason in self.reasons.items())
+            listed = sum(
+                one == member and CANNOT_APPLY in reason
+                for (one, _), reason in self.reasons.items()
+            )
             skipped = listed, counts["skipped"] - listed
-            rows.append((member, counts["passed"], counts["failed"], *skipped, parts["passed"], parts["failed"]))
+            rows.append(
+                (
+                    member,
+                    counts["passed"],
+                    counts["failed"],
+                    *skipped,
+                    parts["passed"],
+                    parts["failed"],
+                )
+            )
         for row in rows:
             terminalreporter.write_line("".join(f"{cell:>18}" for cell in row))
         for member, test, reason in sorted(self.gaps()):
-            terminalreporter.write_line(f"{member}: {test} is skipped, and runs for {CONTROL}: {reason}", red=True)
+            terminalreporter.write_line(
+                f"{member}: {test} is skipped, and runs for {CONTROL}: {reason}", red=True
+            )
         from tests.retrofit.architectures import ARCHITECTURES  # by the path above
         from tests.retrofit.small import every_name
 
@@ -144,7 +175,9 @@ class Tally:
             checks = list(next(iter(self.architectures.values())))
             rows = [("model type", *checks), ("---", *("---:" for _ in checks))]
             for name, values in sorted(self.architectures.items()):
-                rows.append((name, *(f"{value:.0e}" if value else "0" for value in values.values())))
+                rows.append(
+                    (name, *(f"{value:.0e}" if value else "0" for value in values.values()))
+                )
             table = "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
             _, head, sweep = PAGE.read_text(encoding="utf-8").partition(SWEEP_HEAD)
             PAGE.write_text(PAGE_HEAD + table + head + sweep, encoding="utf-8")
@@ -154,7 +187,9 @@ class Tally:
             PAGE.write_text(before + SWEEP_HEAD + self.sweep(), encoding="utf-8")
             terminalreporter.write_line(f"{len(self.types)} types: {PAGE}")
         if not has_generation():
-            terminalreporter.write_line("The tests of generation were not fetched, and did not run.")
+            terminalreporter.write_line(
+                "The tests of generation were not fetched, and did not run."
+            )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -12,4 +12,10 @@ NOT_APPLICABLE = [
 ]
 
 if not has_generation():
-    NOT_APPLICABLE.append(("*", "test_generation_tester_mixin_inheritance", "the tests of generation were not fetched"))
+    NOT_APPLICABLE.append(
+        (
+            "*",
+            "test_generation_tester_mixin_inheritance",
+            "the tests of generation were not fetched",
+        )
+    )

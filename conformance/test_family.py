@@ -5,8 +5,18 @@ from typing import Any
 from unittest import TestCase
 
 import torch
-from transformers import AutoModel, LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+from transformers import (
+    AutoModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 from transformers_tests.generation.test_utils import GenerationTesterMixin
 from transformers_tests.test_configuration_common import ConfigTester
 from transformers_tests.test_modeling_common import ModelTesterMixin, ids_tensor
@@ -15,7 +25,8 @@ from transformers_tests.test_training_mixin import TrainingTesterMixin
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM, MetaGPT2Model
 
-META = 0  # which neither the training test learns to continue nor a cut of the vocabulary leaves out
+# Which neither the training test learns to continue nor a cut of the vocabulary leaves out.
+META = 0
 SIZES = {
     "vocab_size": 99,
     "hidden_size": 32,
@@ -57,7 +68,9 @@ class Member:
         """A new configuration."""
         return self.config_class(**SIZES, **self.choices)
 
-    def prepare_config_and_inputs_for_common(self) -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
+    def prepare_config_and_inputs_for_common(
+        self,
+    ) -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
         """Rows of several lengths, padded on the right, with meta-tokens in most."""
         ids = ids_tensor((self.batch_size, self.seq_length), self.vocab_size)
         ids[::2, 1::3] = META
@@ -78,14 +91,20 @@ def suite_of(member: Member) -> type[TestCase]:
             return inputs | ({"labels": inputs["labels"] + 1} if "labels" in inputs else {})
 
         def test_config(self) -> None:
-            ConfigTester(self, config_class=member.config_class, **SIZES, **member.choices).run_common_tests()
+            ConfigTester(
+                self, config_class=member.config_class, **SIZES, **member.choices
+            ).run_common_tests()
 
     return ModelTest
 
 
 for second in ("meta", "causal", "none"):
     for positions in ("learned", "rope", "none"):
-        choices = {"second_attention": second, "position_embedding": positions, "meta_token_id": META}
+        choices = {
+            "second_attention": second,
+            "position_embedding": positions,
+            "meta_token_id": META,
+        }
         member = Member(MetaGPT2Config, MetaGPT2Model, MetaGPT2ForCausalLM, choices)
         globals()[f"{second}_{positions}"] = suite_of(member)
 llama = suite_of(Member(LlamaConfig, LlamaModel, LlamaForCausalLM, {"tie_word_embeddings": True}))

@@ -32,8 +32,13 @@ from metatokens.tasks.curriculum import task_texts
 from metatokens.training.finetune import finetune
 
 SENTENCE = "the cat sat on a mat while two dogs ran over green hills and a river in spring."
-STORY = [" ".join(f"On day {i} {SENTENCE}" for i in range(start, start + 40)) for start in range(0, 1200, 40)]
-QUESTIONS = [{"question": "the cat sat on a", "choices": ["mat", "river"], "answer": i % 2} for i in range(6)]
+STORY = [
+    " ".join(f"On day {i} {SENTENCE}" for i in range(start, start + 40))
+    for start in range(0, 1200, 40)
+]
+QUESTIONS = [
+    {"question": "the cat sat on a", "choices": ["mat", "river"], "answer": i % 2} for i in range(6)
+]
 TASKS = {
     "chosen": "output_type: multiple_choice\ndoc_to_choice: choices\ndoc_to_target: answer\n",
     "continued": "output_type: generate_until\ndoc_to_target: '{{choices[answer]}}'\n"
@@ -70,7 +75,12 @@ def tuned(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = FinetuneRecipe.model_validate(
         {
             "task": {"train_lengths": [128], "train_steps": [40], "examples": 640},
-            "training": {"max_steps": 40, "per_device_train_batch_size": 16, "learning_rate": 3e-3, "warmup_steps": 5},
+            "training": {
+                "max_steps": 40,
+                "per_device_train_batch_size": 16,
+                "learning_rate": 3e-3,
+                "warmup_steps": 5,
+            },
         }
     )
     out = tmp_path_factory.mktemp("tuned")
@@ -86,7 +96,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", tokenizer.eos_token_id)]
     )
-    tokenizer.chat_template = "{% for message in messages %}<|endoftext|>{{ message.content }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|endoftext|>{{ message.content }}{% endfor %}"
+    )
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=padded_vocab_size(tokenizer),
@@ -109,11 +121,16 @@ def delta(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of its meta-attention alone."""
     tokenizer, out = load_tokenizer(str(base)), tmp_path_factory.mktemp("delta")
     model = add_meta_attention(
-        LlamaForCausalLM.from_pretrained(base), meta_token_id=meta_token_id(tokenizer), heads=2, head_size=8
+        LlamaForCausalLM.from_pretrained(base),
+        meta_token_id=meta_token_id(tokenizer),
+        heads=2,
+        head_size=8,
     )
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(len(name)))
+            torch.nn.init.normal_(
+                parameter, std=0.3, generator=torch.Generator().manual_seed(len(name))
+            )
     model.base_is_elsewhere = True
     save_model(model, tokenizer, out)
     return out
@@ -130,9 +147,13 @@ def run(arguments: Sequence[str | Path], home: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("program", "further"), [(WITH_IMPORT, ""), (WITHOUT_IMPORT, ",trust_remote_code=True")], ids=["imported", "remote"]
+    ("program", "further"),
+    [(WITH_IMPORT, ""), (WITHOUT_IMPORT, ",trust_remote_code=True")],
+    ids=["imported", "remote"],
 )
-def test_its_own_kind_of_model(program: str, further: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_its_own_kind_of_model(
+    program: str, further: str, checkpoint: Path, tmp_path: Path
+) -> None:
     data = tmp_path / "questions.jsonl"
     data.write_text("".join(json.dumps(one) + "\n" for one in QUESTIONS), encoding="utf-8")
     for name, lines in TASKS.items():
@@ -140,21 +161,61 @@ def test_its_own_kind_of_model(program: str, further: str, checkpoint: Path, tmp
         text = f"task: {name}\n{files}doc_to_text: question\n{lines}"
         (tmp_path / f"{name}.yaml").write_text(text, encoding="utf-8")
     tasks = ["--tasks", ",".join(TASKS), "--include_path", tmp_path]
-    model = ["--model", "hf", "--device", "cpu", "--model_args", f"pretrained={checkpoint}{further}"]
+    model = [
+        "--model",
+        "hf",
+        "--device",
+        "cpu",
+        "--model_args",
+        f"pretrained={checkpoint}{further}",
+    ]
     assert run(["-c", program, *model, *tasks], tmp_path).keys() == TASKS.keys()
 
 
 def test_the_command_gives_the_figures_of_evaluate(tuned: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tuned))
-    write_harness_tasks(tmp_path, tokenizer, tasks=["parity"], lengths=[128], n=100, condition="paper", documents=[])
-    model = ["--model", "metatokens", "--model_args", f"pretrained={tuned},marker=_PAUSE_", "--batch_size", "20"]
-    found = run(
-        ["-m", "metatokens.evaluation.lm_eval", *model, "--tasks", "metatokens", "--include_path", tmp_path], tmp_path
+    write_harness_tasks(
+        tmp_path, tokenizer, tasks=["parity"], lengths=[128], n=100, condition="paper", documents=[]
     )
-    line = ["evaluate", "--model", tuned, "--task", "parity", "--lengths", "128", "-n", "100", "--json"]
-    printed = subprocess.run([sys.executable, "-m", "metatokens", *line], capture_output=True, text=True, check=True)
+    model = [
+        "--model",
+        "metatokens",
+        "--model_args",
+        f"pretrained={tuned},marker=_PAUSE_",
+        "--batch_size",
+        "20",
+    ]
+    found = run(
+        [
+            "-m",
+            "metatokens.evaluation.lm_eval",
+            *model,
+            "--tasks",
+            "metatokens",
+            "--include_path",
+            tmp_path,
+        ],
+        tmp_path,
+    )
+    line = [
+        "evaluate",
+        "--model",
+        tuned,
+        "--task",
+        "parity",
+        "--lengths",
+        "128",
+        "-n",
+        "100",
+        "--json",
+    ]
+    printed = subprocess.run(
+        [sys.executable, "-m", "metatokens", *line], capture_output=True, text=True, check=True
+    )
     [expected] = [
-        one["value"] for one in map(json.loads, printed.stdout.splitlines()) if one["metric"] == "exact_match"
+        one["value"]
+        for one in map(json.loads, printed.stdout.splitlines())
+        if one["metric"] == "exact_match"
     ]
     assert 0.2 < expected < 0.8  # so that equal figures mean something
     assert found["metatokens_parity_paper_128"]["exact_match,trimmed"] == expected
@@ -169,12 +230,16 @@ def test_every_task_counts_the_answers_that_greedy_decoding_gets_right(
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     tokenizer, model = load_tokenizer(str(tuned)), load_model(tuned).eval()
     lengths = [128, 2048] if task in ("needle", "variable_tracking") else [128]
-    write_harness_tasks(tmp_path, tokenizer, tasks=[task], lengths=lengths, n=12, condition="paper", documents=STORY)
+    write_harness_tasks(
+        tmp_path, tokenizer, tasks=[task], lengths=lengths, n=12, condition="paper", documents=STORY
+    )
     for data in sorted(tmp_path.glob("metatokens_*.jsonl")):
         rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
         for row in rows[::2]:
             ids = torch.tensor([encode_prompt(tokenizer, row["prompt"], "_PAUSE_")])
-            made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=2)
+            made = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=2
+            )
             row["completion"] = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
         data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         name = data.stem
@@ -186,11 +251,17 @@ def test_every_task_counts_the_answers_that_greedy_decoding_gets_right(
             log_samples=True,
         )
         hits = [sample["exact_match"] for sample in evaluated["samples"][name]]
-        assert [bool(hit) for hit in hits[::2]] == [bool(row["completion"].strip()) for row in rows[::2]]
-        assert evaluated["results"][name]["exact_match,trimmed"] == pytest.approx(sum(hits) / len(hits))
+        assert [bool(hit) for hit in hits[::2]] == [
+            bool(row["completion"].strip()) for row in rows[::2]
+        ]
+        assert evaluated["results"][name]["exact_match,trimmed"] == pytest.approx(
+            sum(hits) / len(hits)
+        )
 
 
-def by_hand(model: Any, context: list[int], continuation: list[int], every: int | None) -> tuple[float, bool]:
+def by_hand(
+    model: Any, context: list[int], continuation: list[int], every: int | None
+) -> tuple[float, bool]:
     """The log-likelihood of a continuation, token by token, meta-tokens put in one by one."""
     total, is_greedy, sequence = 0.0, True, []
     for place, token in enumerate([*context, *continuation]):
@@ -214,14 +285,22 @@ def requests(kind: str, *arguments: tuple[str, ...]) -> list[Instance]:
 def test_loglikelihoods(which: str, every: int | None, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(which)
     model, tokenizer = load_model(folder).eval(), load_tokenizer(str(folder))
-    asked = [("the cat sat on", " a mat"), ("two dogs", " ran over <|meta|> green hills"), ("", "a river in spring")]
+    asked = [
+        ("the cat sat on", " a mat"),
+        ("two dogs", " ran over <|meta|> green hills"),
+        ("", "a river in spring"),
+    ]
     found = MetaTokensLM(str(folder), meta_every=every, batch_size=2).loglikelihood(
         requests("loglikelihood", *asked), disable_tqdm=True
     )
     for (context, continuation), (likelihood, is_greedy) in zip(asked, found, strict=True):
         before = encode_prompt(tokenizer, context) if context else [tokenizer.eos_token_id]
         whole = encode_prompt(tokenizer, context + continuation)
-        after = whole[len(before) :] if context else encode_prompt(tokenizer, continuation)[which == "delta" :]
+        after = (
+            whole[len(before) :]
+            if context
+            else encode_prompt(tokenizer, continuation)[which == "delta" :]
+        )
         expected, expected_greedy = by_hand(model, before, after, every)
         assert likelihood == pytest.approx(expected, abs=1e-3)
         assert is_greedy == expected_greedy
@@ -229,7 +308,9 @@ def test_loglikelihoods(which: str, every: int | None, request: pytest.FixtureRe
 
 def from_harness(folder: Path, **options: Any) -> Any:
     """The model that the harness makes of `--model metatokens` and these options."""
-    return get_model("metatokens").create_from_arg_obj({"pretrained": str(folder)} | options, {"device": "cpu"})
+    return get_model("metatokens").create_from_arg_obj(
+        {"pretrained": str(folder)} | options, {"device": "cpu"}
+    )
 
 
 @pytest.mark.parametrize("begins", [None, False, True])
@@ -241,9 +322,9 @@ def test_rolling_loglikelihood_counts_text_alone(
     folder = request.getfixturevalue(which)
     model, tokenizer = load_model(folder).eval(), load_tokenizer(str(folder))
     [text] = encode_text(tokenizer, [SENTENCE])
-    [found] = from_harness(folder, meta_every=every, add_bos_token=begins, tokenizer=tokenizer).loglikelihood_rolling(
-        requests("loglikelihood_rolling", (SENTENCE,)), disable_tqdm=True
-    )
+    [found] = from_harness(
+        folder, meta_every=every, add_bos_token=begins, tokenizer=tokenizer
+    ).loglikelihood_rolling(requests("loglikelihood_rolling", (SENTENCE,)), disable_tqdm=True)
     expected, _ = by_hand(model, [tokenizer.eos_token_id], text, every)
     assert found == pytest.approx(expected, abs=1e-3)
 
@@ -254,11 +335,15 @@ def test_rolling_loglikelihood_is_that_of_the_harness_for_a_plain_base(base: Pat
     plain = get_model("hf").create_from_arg_obj(options, {"batch_size": 1, "device": "cpu"})
     asked = requests("loglikelihood_rolling", (SENTENCE,))
     expected = plain.loglikelihood_rolling(asked, disable_tqdm=True)
-    assert from_harness(base).loglikelihood_rolling(asked, disable_tqdm=True) == pytest.approx(expected, abs=1e-3)
+    assert from_harness(base).loglikelihood_rolling(asked, disable_tqdm=True) == pytest.approx(
+        expected, abs=1e-3
+    )
 
 
 @pytest.mark.parametrize(("which", "begins_by_itself"), [("checkpoint", False), ("delta", True)])
-def test_a_context_begins_as_it_is_asked_to(which: str, begins_by_itself: bool, request: pytest.FixtureRequest) -> None:
+def test_a_context_begins_as_it_is_asked_to(
+    which: str, begins_by_itself: bool, request: pytest.FixtureRequest
+) -> None:
     folder = request.getfixturevalue(which)
     tokenizer = load_tokenizer(str(folder))
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -275,9 +360,13 @@ def test_a_context_begins_as_it_is_asked_to(which: str, begins_by_itself: bool, 
 
 
 def test_a_batch_size_that_the_harness_finds(delta: Path) -> None:
-    asked = requests("generate_until", ("the cat", {"until": [], "do_sample": False, "max_gen_toks": 4}))
+    asked = requests(
+        "generate_until", ("the cat", {"until": [], "do_sample": False, "max_gen_toks": 4})
+    )
     expected = from_harness(delta).generate_until(asked, disable_tqdm=True)
-    found = from_harness(delta, batch_size="auto", max_batch_size=2).generate_until(asked, disable_tqdm=True)
+    found = from_harness(delta, batch_size="auto", max_batch_size=2).generate_until(
+        asked, disable_tqdm=True
+    )
     assert found == expected
 
 
@@ -286,7 +375,10 @@ def test_generation_inserts_as_generate_does(every: int | None, delta: Path) -> 
     model, tokenizer = load_model(delta).eval(), load_tokenizer(str(delta))
     contexts = ["the cat", "two dogs ran over green hills and"]
     found = MetaTokensLM(str(delta), meta_every=every, batch_size=2).generate_until(
-        requests("generate_until", *((one, {"until": [], "do_sample": False, "max_gen_toks": 9}) for one in contexts)),
+        requests(
+            "generate_until",
+            *((one, {"until": [], "do_sample": False, "max_gen_toks": 9}) for one in contexts),
+        ),
         disable_tqdm=True,
     )
     for context, continuation in zip(contexts, found, strict=True):
@@ -295,7 +387,11 @@ def test_generation_inserts_as_generate_does(every: int | None, delta: Path) -> 
             ids.insert(place, model.config.meta_token_id)
         given = torch.tensor([ids])
         made = model.generate(
-            given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=9, meta_every=every
+            given,
+            attention_mask=torch.ones_like(given),
+            do_sample=False,
+            max_new_tokens=9,
+            meta_every=every,
         )
         assert continuation == tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True)
 
@@ -354,10 +450,26 @@ def test_options_that_a_loaded_model_cannot_follow_are_refused(checkpoint: Path)
 
 
 def test_the_command_refuses_in_one_sentence(checkpoint: Path, tmp_path: Path) -> None:
-    model = ["--model", "metatokens", "--model_args", f"pretrained={checkpoint},revision=v2", "--tasks", "metatokens"]
+    model = [
+        "--model",
+        "metatokens",
+        "--model_args",
+        f"pretrained={checkpoint},revision=v2",
+        "--tasks",
+        "metatokens",
+    ]
     (tmp_path / "metatokens.yaml").write_text("group: metatokens\ntask: []\n", encoding="utf-8")
-    line = [sys.executable, "-m", "metatokens.evaluation.lm_eval", *model, "--include_path", tmp_path]
-    done = subprocess.run(line, env=os.environ | {"HF_HOME": str(tmp_path)}, capture_output=True, text=True)
+    line = [
+        sys.executable,
+        "-m",
+        "metatokens.evaluation.lm_eval",
+        *model,
+        "--include_path",
+        tmp_path,
+    ]
+    done = subprocess.run(
+        line, env=os.environ | {"HF_HOME": str(tmp_path)}, capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert "metatokens: --model metatokens does not take revision='v2'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -22,7 +22,9 @@ def own() -> tuple[PreTrainedModel, Tensor, int]:
 @pytest.mark.parametrize("name", ["meta_gpt2", "gpt2", "llama", "qwen3"])
 def test_logits_are_those_of_the_model(name: str) -> None:
     """The graph is traced with text alone, and takes other numbers of tokens, with any of meta-tokens."""
-    model, rows, meta = own() if name == "meta_gpt2" else (retrofitted(name), with_meta_tokens(), META)
+    model, rows, meta = (
+        own() if name == "meta_gpt2" else (retrofitted(name), with_meta_tokens(), META)
+    )
     example = {"input_ids": rows.masked_fill(rows == meta, 1), "use_cache": False}
     exported = OnnxExporter().export(model, example, config=OnnxConfig(dynamic=True))
     for ids in (rows, rows[:, :13], rows[:1]):

@@ -28,7 +28,9 @@ from metatokens.errors import UserError
 from metatokens.evaluation.lm_eval import MetaTokensLM
 
 pytestmark = [
-    pytest.mark.skipif(not FOLDER.exists(), reason="there is no pretrained model here: make real fetches one"),
+    pytest.mark.skipif(
+        not FOLDER.exists(), reason="there is no pretrained model here: make real fetches one"
+    ),
     pytest.mark.filterwarnings("ignore"),  # TRL's, PEFT's and the harness' own
 ]
 SIZES = "--heads 4 --head-size 16"
@@ -44,10 +46,15 @@ class Shell:
     def __call__(self, line: str, status: int = 0, **files: str) -> str:
         """Run `metatokens LINE`, in which {name} is a file of that content."""
         arguments = line.split()
-        arguments = [files.get(one.strip("{}"), one) if one.startswith("{") else one for one in arguments]
+        arguments = [
+            files.get(one.strip("{}"), one) if one.startswith("{") else one for one in arguments
+        ]
         start = time.monotonic()
         done = subprocess.run(
-            [sys.executable, "-m", "metatokens", *arguments], cwd=self.folder, capture_output=True, text=True
+            [sys.executable, "-m", "metatokens", *arguments],
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
         )
         print(f"$ metatokens {line}\n{done.stdout}{done.stderr}({time.monotonic() - start:.0f} s)")
         assert done.returncode == status, done.stderr
@@ -63,9 +70,15 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
     run(f"retrofit --model smollm2 {SIZES} --out whole")
     run(f"retrofit --model smollm2 {SIZES} --out added --delta")
     with (folder / "records.jsonl").open("w") as file:
-        for name, number in zip(("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hal"), range(8), strict=True):
+        for name, number in zip(
+            ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hal"), range(8), strict=True
+        ):
             prompt = f"<|im_start|>user\nNumbers:\n\n{name} has {number}.\n\nHow many has {name}?<|im_end|>\n"
-            record = {"prompt": f"{prompt}<|im_start|>assistant\n", "markers": [], "completion": f"{number}<|im_end|>"}
+            record = {
+                "prompt": f"{prompt}<|im_start|>assistant\n",
+                "markers": [],
+                "completion": f"{number}<|im_end|>",
+            }
             file.write(json.dumps(record) + "\n")
     return run
 
@@ -104,7 +117,9 @@ def test_text_is_the_bases_and_an_untrained_meta_token_disturbs_little(text: str
         row = model.get_input_embeddings().meta_token.weight
         row.copy_(model.get_input_embeddings().weight[:49_152].mean(dim=0))
         from_mean = nats(model, among)
-    print(f"nats a token: text {alone:.3f}, among untrained meta-tokens {started:.3f}, from the mean {from_mean:.3f}")
+    print(
+        f"nats a token: text {alone:.3f}, among untrained meta-tokens {started:.3f}, from the mean {from_mean:.3f}"
+    )
     assert alone < started < from_mean - 0.2
 
 
@@ -119,12 +134,17 @@ def test_what_was_added_goes_from_the_command_to_python_and_back(shell: Shell, t
     own.save_pretrained(shell.folder / "python")
     ids = torch.tensor([metatokens.encode_prompt(own, "The first of May", landmarks="every:2")])
     expected = model.generate(ids, max_new_tokens=12, meta_every=3, do_sample=False)
-    assert torch.equal(model.generate(ids, max_new_tokens=12, meta_every=3, do_sample=False, use_cache=False), expected)
+    assert torch.equal(
+        model.generate(ids, max_new_tokens=12, meta_every=3, do_sample=False, use_cache=False),
+        expected,
+    )
     output = shell(
         "generate --model python --landmarks every:2 --meta-every 3 --max-new-tokens 12 {prompt}",
         prompt="The first of May",
     )
-    assert output.strip() == "The first of May" + own.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
+    assert output.strip() == "The first of May" + own.decode(
+        expected[0, ids.shape[1] :], skip_special_tokens=True
+    )
     with safe_open(shell.folder / "python" / "meta_tokens.safetensors", "pt") as file:
         assert len(file.keys()) == 1 + 3 * 30
     other = base()
@@ -143,7 +163,8 @@ def test_chats(shell: Shell) -> None:
     plain = pipeline("text-generation", model=base(), tokenizer=tokenizer())
     assert plain([{"role": "user", "content": QUESTION}], **options)[0]["generated_text"] == answer
     assert (
-        shell("generate --model whole --max-new-tokens 24 --chat {prompt}", prompt=QUESTION).strip() == answer.strip()
+        shell("generate --model whole --max-new-tokens 24 --chat {prompt}", prompt=QUESTION).strip()
+        == answer.strip()
     )
 
 
@@ -153,17 +174,27 @@ def test_finetuning_on_records_with_landmarks_behind_paragraphs(shell: Shell) ->
         f"finetune --model added --data records.jsonl --landmarks paragraph {training} --out tuned "
         "--set training.gradient_accumulation_steps=1 --set training.logging_steps=1"
     )
-    curve = [json.loads(line) for line in (shell.folder / "tuned" / "data" / "curve.jsonl").read_text().splitlines()]
+    curve = [
+        json.loads(line)
+        for line in (shell.folder / "tuned" / "data" / "curve.jsonl").read_text().splitlines()
+    ]
     assert curve[-1]["loss"] < curve[0]["loss"]
     own = AutoTokenizer.from_pretrained(shell.folder / "tuned" / "data")
     assert not own.split_special_tokens
     message = [{"role": "user", "content": QUESTION}]
-    assert own.apply_chat_template(message)["input_ids"] == tokenizer().apply_chat_template(message)["input_ids"]
-    assert {path.suffix for path in (shell.folder / "tuned" / "data").glob("*.safetensors")} == {".safetensors"}
+    assert (
+        own.apply_chat_template(message)["input_ids"]
+        == tokenizer().apply_chat_template(message)["input_ids"]
+    )
+    assert {path.suffix for path in (shell.folder / "tuned" / "data").glob("*.safetensors")} == {
+        ".safetensors"
+    }
     assert not (shell.folder / "tuned" / "data" / "model.safetensors").exists()
     trained = metatokens.load_meta(base(), shell.folder / "tuned" / "data")
     generate = pipeline("text-generation", model=trained, tokenizer=own)
-    said = generate(message, max_new_tokens=40, do_sample=False, return_full_text=False)[0]["generated_text"]
+    said = generate(message, max_new_tokens=40, do_sample=False, return_full_text=False)[0][
+        "generated_text"
+    ]
     assert (
         said
         == pipeline("text-generation", model=base(), tokenizer=tokenizer())(
@@ -197,7 +228,9 @@ def trainer(tmp_path: Path) -> Callable[..., SFTTrainer]:
     return make
 
 
-def test_trl_trains_what_was_added_alone(trainer: Callable[..., SFTTrainer], tmp_path: Path) -> None:
+def test_trl_trains_what_was_added_alone(
+    trainer: Callable[..., SFTTrainer], tmp_path: Path
+) -> None:
     own = tokenizer()
     model = metatokens.add_meta_attention(base(), own, heads=4, head_size=16)
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
@@ -205,9 +238,13 @@ def test_trl_trains_what_was_added_alone(trainer: Callable[..., SFTTrainer], tmp
     run.train()
     losses = [line["loss"] for line in run.state.log_history if "loss" in line]
     print("losses of TRL:", losses)
-    changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+    changed = {
+        name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])
+    }
     assert {"meta_" in name for name in changed} == {True}
-    assert {name for name in before if "meta_attention.attention" in name or "meta_token" in name} <= changed
+    assert {
+        name for name in before if "meta_attention.attention" in name or "meta_token" in name
+    } <= changed
     metatokens.save_meta(model, tmp_path / "added")
     again = metatokens.load_meta(base(), tmp_path / "added")
     ids = torch.tensor([metatokens.encode_prompt(own, "One, two, three", landmarks="every:2")])
@@ -228,13 +265,17 @@ def test_peft(trainer: Callable[..., SFTTrainer], tmp_path: Path) -> None:
     run.train()
     run.model.save_pretrained(tmp_path / "adapter")
     merged = run.model.merge_and_unload()
-    with pytest.raises(UserError, match="the base's weights are not those that meta-attention was added to"):
+    with pytest.raises(
+        UserError, match="the base's weights are not those that meta-attention was added to"
+    ):
         metatokens.save_meta(merged, tmp_path / "added")
     merged.save_pretrained(tmp_path / "whole")
     ids = torch.tensor([metatokens.encode_prompt(own, "One, two, three", landmarks="every:2")])
     with torch.no_grad():
         expected = merged.eval()(ids).logits
-        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()(ids).logits, expected)
+        assert torch.equal(
+            AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()(ids).logits, expected
+        )
         fresh = metatokens.add_meta_attention(base(), tokenizer(), heads=4, head_size=16)
         adapted = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").eval()
         assert (adapted(ids).logits - expected).abs().max() < 1e-3

@@ -19,7 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import metatokens
 
 pytestmark = [
-    pytest.mark.skipif(not FOLDER.exists(), reason="there is no pretrained model here: make real fetches one"),
+    pytest.mark.skipif(
+        not FOLDER.exists(), reason="there is no pretrained model here: make real fetches one"
+    ),
     pytest.mark.filterwarnings("ignore"),  # the client's own
 ]
 QUESTIONS = [
@@ -44,7 +46,10 @@ class Folder(NamedTuple):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    path, tokenizer = tmp_path_factory.mktemp("serve") / "whole", AutoTokenizer.from_pretrained(FOLDER)
+    path, tokenizer = (
+        tmp_path_factory.mktemp("serve") / "whole",
+        AutoTokenizer.from_pretrained(FOLDER),
+    )
     model = AutoModelForCausalLM.from_pretrained(FOLDER)
     model = metatokens.add_meta_attention(model, tokenizer, heads=3, head_size=64).eval()
     generator = torch.Generator().manual_seed(0)
@@ -52,10 +57,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
         if "meta_attention.attention.out_proj" in name:
             weight.data.normal_(std=0.02, generator=generator)
     prompts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": one}], add_generation_prompt=True)["input_ids"]
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": one}], add_generation_prompt=True
+        )["input_ids"]
         for one in QUESTIONS
     ]
-    assert [tokenizer.meta_token_id in one for one in prompts] == ["<|meta|>" in one for one in QUESTIONS]
+    assert [tokenizer.meta_token_id in one for one in prompts] == [
+        "<|meta|>" in one for one in QUESTIONS
+    ]
     options = {"max_new_tokens": TOKENS, "do_sample": False}
     answers, others = (
         [
@@ -74,14 +83,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return Folder(path, answers)
 
 
-@pytest.fixture(scope="module", params=["", "--continuous-batching --cb-block-size 32 --cb-num-blocks 128"])
+@pytest.fixture(
+    scope="module", params=["", "--continuous-batching --cb-block-size 32 --cb-num-blocks 128"]
+)
 def client(folder: Folder, request: pytest.FixtureRequest) -> Iterator[OpenAI]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder.path), "--trust-remote-code"]
+    command = [
+        sys.executable,
+        "-m",
+        "transformers.cli.transformers",
+        "serve",
+        str(folder.path),
+        "--trust-remote-code",
+    ]
     command += ["--device", "cpu", "--port", port, *request.param.split()]
-    with (folder.path / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
+    with (
+        (folder.path / "log").open("w") as log,
+        subprocess.Popen(command, stdout=log, stderr=log) as server,
+    ):
         try:
             while not is_up(port):
                 assert server.poll() is None, (folder.path / "log").read_text()
@@ -117,7 +138,11 @@ def test_requests_at_once_get_the_answers_of_generate(client: OpenAI, folder: Fo
         start = time.monotonic()
         with ThreadPoolExecutor(many) as pool:
             streamed = [True, False] * (len(QUESTIONS) // 2)
-            answers = list(pool.map(lambda *given: ask(client, folder, *given), QUESTIONS, streamed))
+            answers = list(
+                pool.map(lambda *given: ask(client, folder, *given), QUESTIONS, streamed)
+            )
         rates[many] = len(QUESTIONS) / (time.monotonic() - start)
         assert answers == folder.answers
-        print(f"{many} at once: {rates[many]:.2f} requests a second, {rates[many] / rates[1]:.2f} of one at a time")
+        print(
+            f"{many} at once: {rates[many]:.2f} requests a second, {rates[many] / rates[1]:.2f} of one at a time"
+        )

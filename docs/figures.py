@@ -38,7 +38,12 @@ DOCUMENTS = (*sorted((ROOT / "docs").rglob("*.md")), ROOT / "results/forget/READ
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
 
 Rows = Mapping[str, Fields]  # selections by label; columns too
-KINDS = {"gpt2": "plain", "pause": "meta-tokens alone", "twin": "second ordinary attention", "meta": "meta-attention"}
+KINDS = {
+    "gpt2": "plain",
+    "pause": "meta-tokens alone",
+    "twin": "second ordinary attention",
+    "meta": "meta-attention",
+}
 COVERED = ("pause", "twin", "meta")  # the models that have meta-tokens from pretraining on
 LABELS = {Markup(f"`{model}`, {kind}"): model for model, kind in KINDS.items()}
 SMALL: Fields = {"position_embedding": "rope"}
@@ -107,7 +112,9 @@ STYLE = dict.fromkeys(GREYED, GREY) | {"font.size": 11, "svg.fonttype": "none", 
 @cache
 def run(folder: str = "results/small") -> Inputs:
     """The lines of a run, and the times of the benchmarks, which some claims are on."""
-    speeds = [ROOT / f"benchmarks/results/{file}.jsonl" for file in ("decode_1", "decode_8", "prefill")]
+    speeds = [
+        ROOT / f"benchmarks/results/{file}.jsonl" for file in ("decode_1", "decode_8", "prefill")
+    ]
     return load([ROOT / folder, *speeds])
 
 
@@ -117,7 +124,9 @@ def judged() -> list[ClaimResult]:
     return [judge(run(), claim) for claim in claims()]
 
 
-def grid(corner: str, rows: Rows, columns: Rows, folder: str = "results/small", form: Form = PERCENT) -> str:
+def grid(
+    corner: str, rows: Rows, columns: Rows, folder: str = "results/small", form: Form = PERCENT
+) -> str:
     """A table of the figures that have a row's and a column's fields."""
     return make_table(run(folder), "", corner, rows, columns, form=form).markdown()
 
@@ -140,10 +149,16 @@ def each_task(**where: Any) -> Rows:
 def differences() -> str:
     """The main claims: the difference in each task, the mean with and without list recall, and the verdict."""
     main_claims = [result for result in judged() if result.claim.primary]
-    headings = [result.claim.text.split(": ")[-1].replace(" beats ", " minus ") for result in main_claims]
-    rows = [(name(task), *(points_in_task(result, task) for result in main_claims)) for task in TASKS]
+    headings = [
+        result.claim.text.split(": ")[-1].replace(" beats ", " minus ") for result in main_claims
+    ]
+    rows = [
+        (name(task), *(points_in_task(result, task) for result in main_claims)) for task in TASKS
+    ]
     rows.append(("mean of tasks", *(points(result.effect) for result in main_claims)))
-    rows.append(("mean without list recall", *(points_without_recall(result) for result in main_claims)))
+    rows.append(
+        ("mean without list recall", *(points_without_recall(result) for result in main_claims))
+    )
     rows.append(("verdict on the mean of tasks", *(result.verdict for result in main_claims)))
     return Table("", ("points (95 % interval)", *headings), rows).markdown()
 
@@ -190,7 +205,11 @@ def covered() -> str:
 def unmarked() -> str:
     """List recall of models that trained among landmarks, where no marker points at the answer; the claims on it."""
     among = {"variant": "landmark", "train_condition": "landmark", "condition": "landmark"}
-    shown = grid("list recall, prompt tokens", models({"task": "list_recall", **among}), lengths(128, 256, 512))
+    shown = grid(
+        "list recall, prompt tokens",
+        models({"task": "list_recall", **among}),
+        lengths(128, 256, 512),
+    )
     return shown + "\n" + verdicts("Trained where")
 
 
@@ -201,7 +220,9 @@ def more_steps() -> str:
         for length in (128, 512)
         for variant, steps in {"": "as above", "longer": "three times the steps"}.items()
     }
-    shown = grid("list recall, trained to and tested at", models({**SMALL, "task": "list_recall"}), columns)
+    shown = grid(
+        "list recall, trained to and tested at", models({**SMALL, "task": "list_recall"}), columns
+    )
     return shown + "\n" + verdicts("With three")
 
 
@@ -254,7 +275,9 @@ def of_arm(lines: pd.DataFrame, arm: Arm) -> pd.DataFrame:
 def lost(arm: Arm, reference: Arm) -> pd.Series:
     """What an arm loses to another on each excerpt, nats, in the mean of its seeds."""
     prose = lines_on_prose()
-    loss, reference_loss = (of_arm(prose, each).groupby("text").loss.mean() for each in (arm, reference))
+    loss, reference_loss = (
+        of_arm(prose, each).groupby("text").loss.mean() for each in (arm, reference)
+    )
     return (loss - reference_loss).dropna()
 
 
@@ -286,7 +309,9 @@ def share_found(arm: Arm, length: int, task: str = "facts") -> str:
 
 def share_found_by_text(arm: Arm) -> pd.Series:
     """The share of facts that an arm finds in each text of 512 tokens, in the mean of its seeds."""
-    hits = np.stack([unpack_hits(line.hits, line.n) for line in lines_on_facts(arm, 512).itertuples()])
+    hits = np.stack(
+        [unpack_hits(line.hits, line.n) for line in lines_on_facts(arm, 512).itertuples()]
+    )
     return pd.Series(hits.reshape(len(hits), -1, 8).mean(axis=(0, 2)))
 
 
@@ -307,7 +332,9 @@ def smaller_cache() -> str:
     rows = []
     for label, arm in arms.items():
         kept = share_kept(of_arm(lines_on_prose(), arm))
-        rows.append((Markup(label), kept, share_found(arm, 512), plus_minus(lost(arm, FULL_CACHE), ".3f")))
+        rows.append(
+            (Markup(label), kept, share_found(arm, 512), plus_minus(lost(arm, FULL_CACHE), ".3f"))
+        )
     heads = "keys and values kept, %", "facts found, %", "loss of prose, nats a token"
     return Table("", ("texts of 512 tokens", *heads), rows).markdown()
 
@@ -318,7 +345,9 @@ def forgetting(arms: Mapping[str, Arm], reference: Arm) -> str:
     for label, arm in arms.items():
         kept = share_kept(of_arm(lines_on_prose(), arm)), share_kept(lines_on_facts(arm, 8192))
         cells = (share_found(arm, length) for length in TEXT_LENGTHS)
-        rows.append((Markup(label), " / ".join(kept), plus_minus(lost(arm, reference), ".3f"), *cells))
+        rows.append(
+            (Markup(label), " / ".join(kept), plus_minus(lost(arm, reference), ".3f"), *cells)
+        )
     heads = (f"facts at {number(length)} tokens, %" for length in TEXT_LENGTHS)
     return Table("", ("", "KV kept of 512 / 8,192, %", "prose, nats", *heads), rows).markdown()
 
@@ -329,7 +358,10 @@ def full_differences() -> str:
         "blocks 18 and 23 full, minus full cache, trained alike": (BLOCKS, FULL_CACHE),
         "blocks 18 and 23 full, minus a window in all blocks": (BLOCKS, WINDOW),
         "prose alone, minus facts and prose": (BLOCKS_ON_PROSE, BLOCKS),
-        "prose alone towards the base, minus the next token's loss": (BLOCKS_TOWARDS_BASE, BLOCKS_ON_PROSE),
+        "prose alone towards the base, minus the next token's loss": (
+            BLOCKS_TOWARDS_BASE,
+            BLOCKS_ON_PROSE,
+        ),
         "landmarks too, minus without": (BLOCKS_AND_LANDMARKS, BLOCKS),
         "blocks 18 and 23, minus 9 and 20": (BLOCKS, OTHER_BLOCKS),
     }
@@ -345,7 +377,10 @@ def full_differences() -> str:
 
 def other_facts() -> str:
     """Facts unlike those of the training that SmolLM2-135M finds in 512 tokens."""
-    rows = [(label, *(share_found(arm, 512, task) for task in FACTS)) for label, arm in OTHER_FACTS.items()]
+    rows = [
+        (label, *(share_found(arm, 512, task) for task in FACTS))
+        for label, arm in OTHER_FACTS.items()
+    ]
     return Table("", ("facts at 512 tokens, %", *FACTS.values()), rows).markdown()
 
 
@@ -362,7 +397,10 @@ def forgetting_tasks() -> str:
     rows = []
     for label, by_task in by_label.items():
         estimates = [100 * by_task.loc[task, ["value", "low", "high"]] for task in TASKS]
-        cells = (f"{estimate.value:.0f} ({estimate.low:.0f} to {estimate.high:.0f})" for estimate in estimates)
+        cells = (
+            f"{estimate.value:.0f} ({estimate.low:.0f} to {estimate.high:.0f})"
+            for estimate in estimates
+        )
         rows.append((label, *cells))
     heads = (name(task).lower() for task in TASKS)
     return Table("", ("exactly right, in %", *heads), rows).markdown()
@@ -370,7 +408,9 @@ def forgetting_tasks() -> str:
 
 def forgetting_cost() -> str:
     """The cache of SmolLM2-135M that forgets, and its tokens a second as multiples of those of the full cache."""
-    lines = pd.read_json(ROOT / "results/forget/speed.jsonl", lines=True).set_index(["length", "model"])
+    lines = pd.read_json(ROOT / "results/forget/speed.jsonl", lines=True).set_index(
+        ["length", "model"]
+    )
     labels = {
         "window": "a window of 60",
         "blocks": "blocks 18 and 23 full, a window of 28",
@@ -380,8 +420,12 @@ def forgetting_cost() -> str:
         cells = []
         for length in lengths_read:
             full_cache, smaller = lines.loc[length, "full"], lines.loc[length, model]
-            cells.append(f"{smaller.cache_bytes / 1e6:.1f} of {full_cache.cache_bytes / 1e6:.0f} MB")
-            ratios = (smaller[rate][1] / full_cache[rate][1] for rate in ("read_per_s", "new_per_s"))
+            cells.append(
+                f"{smaller.cache_bytes / 1e6:.1f} of {full_cache.cache_bytes / 1e6:.0f} MB"
+            )
+            ratios = (
+                smaller[rate][1] / full_cache[rate][1] for rate in ("read_per_s", "new_per_s")
+            )
             cells.append(" / ".join(f"{ratio:.2f}" for ratio in ratios))
         rows.append((label, *cells))
     heads = (f"{number(length)}: {what}" for length in lengths_read for what in ("cache", "speed"))
@@ -390,7 +434,9 @@ def forgetting_cost() -> str:
 
 def cost() -> str:
     """What the grid took."""
-    stages = pd.DataFrame(json.loads((ROOT / "results/small/run.json").read_text(encoding="utf-8"))["stages"])
+    stages = pd.DataFrame(
+        json.loads((ROOT / "results/small/run.json").read_text(encoding="utf-8"))["stages"]
+    )
     trained = stages.name.str.startswith(("pretrain-", "extend-", "finetune-")).sum()
     hours = stages.cpu_seconds.fillna(stages.seconds).sum() / 3600
     return f"{number(len(stages))} stages, {trained} of them trainings, took {hours:.1f} hours of CPU time.\n"
@@ -447,23 +493,39 @@ def draw(path: Path) -> None:
 def draw_covered(figure: SubFigure) -> None:
     """Draw list recall of three models with all text in sight, and with the text covered."""
     axis = figure.subplots()
-    looks = {"": ("the text in sight", -0.2, 0.35), "landmarks_alone": ("the text covered", 0.2, 1.0)}
+    looks = {
+        "": ("the text in sight", -0.2, 0.35),
+        "landmarks_alone": ("the text covered", 0.2, 1.0),
+    }
     for intervention, (label, shift, opacity) in looks.items():
         for x, model in enumerate(COVERED):
-            where = {**SMALL, **AT_128, "task": "list_recall", "model": model, "intervention": intervention}
+            where = {
+                **SMALL,
+                **AT_128,
+                "task": "list_recall",
+                "model": model,
+                "intervention": intervention,
+            }
             mean, low, high = (100 * end for end in Cell.of(run().select(**where)).estimate())
             colour = STYLES[model].colour
             axis.bar(x + shift, mean, 0.36, color=colour, alpha=opacity)
             axis.errorbar(x + shift, mean, [[mean - low], [high - mean]], color=GREY, capsize=4)
             axis.annotate(
-                f"{mean:.1f}", (x + shift, high), (0, 4), textcoords="offset points", ha="center", fontsize=9.5
+                f"{mean:.1f}",
+                (x + shift, high),
+                (0, 4),
+                textcoords="offset points",
+                ha="center",
+                fontsize=9.5,
             )
         axis.bar(0, 0, color=GREY, alpha=opacity, label=label)
     axis.set_xticks(range(len(COVERED)), COVERED)
     axis.set(ylim=(-3, 119), yticks=range(0, 101, 25), ylabel="exactly right, %")
     axis.set_title("List recall at 128 tokens", fontweight="bold")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, labelcolor=GREY, loc="upper center", bbox_to_anchor=(0.5, -0.09), ncols=2)
+    axis.legend(
+        frameon=False, labelcolor=GREY, loc="upper center", bbox_to_anchor=(0.5, -0.09), ncols=2
+    )
 
 
 def draw_lengths(figure: SubFigure) -> None:
@@ -485,7 +547,9 @@ def draw_lengths(figure: SubFigure) -> None:
         set_logarithmic(axis, ticks)
     figure.supxlabel("prompt length, tokens", fontsize=STYLE["font.size"])
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, labelcolor=GREY, ncols=4, loc="outside upper center")
+    figure.legend(
+        handles, labels, frameon=False, labelcolor=GREY, ncols=4, loc="outside upper center"
+    )
 
 
 def draw_full_blocks(path: Path) -> None:
@@ -506,7 +570,9 @@ def draw_full_blocks(path: Path) -> None:
             axis.fill_between([*ticks], low, high, color=colour, alpha=0.15, linewidth=0)
         set_logarithmic(axis, ticks)
         axis.set(xlabel="tokens of the text", ylabel="facts found, %", ylim=(-3, 103))
-        axis.legend(frameon=False, labelcolor=GREY, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1))
+        axis.legend(
+            frameon=False, labelcolor=GREY, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1)
+        )
 
 
 def draw_forgetting(path: Path) -> None:
@@ -527,11 +593,20 @@ def draw_forgetting(path: Path) -> None:
         axis = figure.subplots()
         for label, (pattern, colour, form) in looks.items():
             chosen = prose[prose.recipe.str.fullmatch(f"forget/{pattern}")]
-            shown = chosen.groupby(["recipe", "model"])[["kv_kept", "lost"]].mean().sort_values("kv_kept")
+            shown = (
+                chosen.groupby(["recipe", "model"])[["kv_kept", "lost"]]
+                .mean()
+                .sort_values("kv_kept")
+            )
             axis.plot(100 * shown.kv_kept, shown.lost, form, color=colour, label=label)
         set_logarithmic(axis, {share: f"{share:g}" for share in (6.25, 12.5, 25, 50, 100)})
-        axis.set(xlabel="keys and values kept, %", ylabel="loss of prose minus the\nuntrained base's, nats")
-        axis.legend(frameon=False, labelcolor=GREY, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1))
+        axis.set(
+            xlabel="keys and values kept, %",
+            ylabel="loss of prose minus the\nuntrained base's, nats",
+        )
+        axis.legend(
+            frameon=False, labelcolor=GREY, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1)
+        )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,10 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 # The site keeps their paths in the repository, so links hold in both, except for docs/. README.md is its home page.
 REPORT = ("results/small/report/report.md", "results/small/report/tables.md")
-PICTURES = (path.relative_to(ROOT).as_posix() for path in sorted((ROOT / REPORT[0]).parent.glob("figures/*.png")))
+PICTURES = (
+    path.relative_to(ROOT).as_posix()
+    for path in sorted((ROOT / REPORT[0]).parent.glob("figures/*.png"))
+)
 OUTSIDE = (
     "README.md",
     "CHANGELOG.md",
@@ -37,7 +40,16 @@ FROM_ELSEWHERE = re.compile(
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the page of the commands, and the files from outside docs/."""
-    command = [sys.executable, "-m", "typer", "metatokens.cli", "utils", "docs", "--name", "metatokens"]
+    command = [
+        sys.executable,
+        "-m",
+        "typer",
+        "metatokens.cli",
+        "utils",
+        "docs",
+        "--name",
+        "metatokens",
+    ]
     commands = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     files.append(File.generated(config, "command_line.md", content=commands))
     for path in OUTSIDE:
@@ -62,5 +74,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_post_build(config: MkDocsConfig) -> None:
     """Refuse a site that would load anything from another host."""
     for path in Path(config.site_dir).rglob("*"):
-        if path.suffix in (".html", ".css") and FROM_ELSEWHERE.search(path.read_text(encoding="utf-8")):
+        if path.suffix in (".html", ".css") and FROM_ELSEWHERE.search(
+            path.read_text(encoding="utf-8")
+        ):
             raise PluginError(f"{path} loads something from elsewhere.")

@@ -16,7 +16,9 @@ HEIGHT = 1100  # how much of the page is shown, in pixels
 
 def prompt() -> str:
     """The prompt of the page that shows the picture."""
-    [found] = re.findall(r'metatokens look --model example [^"]*"([^"]+)"', PAGE.read_text(encoding="utf-8"))
+    [found] = re.findall(
+        r'metatokens look --model example [^"]*"([^"]+)"', PAGE.read_text(encoding="utf-8")
+    )
     return found
 
 
@@ -24,9 +26,21 @@ def take(picture: Path) -> None:
     """Write the picture of the page."""
     with TemporaryDirectory() as folder, sync_playwright() as play:
         page = Path(folder) / "look.html"
-        command = [sys.executable, "-m", "metatokens", "look", "--model", "example", prompt(), "--out", str(page)]
+        command = [
+            sys.executable,
+            "-m",
+            "metatokens",
+            "look",
+            "--model",
+            "example",
+            prompt(),
+            "--out",
+            str(page),
+        ]
         subprocess.run(command, check=True)
-        browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        browser = play.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
         tab = browser.new_page(viewport={"width": 1280, "height": HEIGHT})
         tab.goto(page.as_uri())
         tab.wait_for_selector("body[data-ready]")

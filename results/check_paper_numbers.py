@@ -23,8 +23,16 @@ def rows_of(body: str) -> list[list[str]]:
     """The rows of a LaTeX table as bare cells."""
     found = re.search(r"\\begin\{tabular\}.*?\n(.*)\\end\{tabular\}", body, re.DOTALL)
     assert found
-    text = re.sub(r"\\(toprule|midrule|bottomrule|addlinespace|hline)|\\multirow\{\d\}\{\*\}\{\w+\}", "", found[1])
-    text = re.sub(r"\\textbf\{((?:[^{}]|\{[^}]*\})*)\}", r"\1", text).replace("\\quad", "").replace("\\%", "")
+    text = re.sub(
+        r"\\(toprule|midrule|bottomrule|addlinespace|hline)|\\multirow\{\d\}\{\*\}\{\w+\}",
+        "",
+        found[1],
+    )
+    text = (
+        re.sub(r"\\textbf\{((?:[^{}]|\{[^}]*\})*)\}", r"\1", text)
+        .replace("\\quad", "")
+        .replace("\\%", "")
+    )
     return [[cell.strip() for cell in row.split("&")] for row in text.split("\\\\") if row.strip()]
 
 
@@ -77,7 +85,9 @@ def check(number: int, body: str) -> None:
             label, *cells = cells
         assert not any(cells[len(table.columns) :])
         seen.append((group, label, tuple(number_of(cell) for cell in cells[: len(table.columns)])))
-    assert [(label, values) for _, label, values in seen] == [(row.printed, row.values) for row in table.rows]
+    assert [(label, values) for _, label, values in seen] == [
+        (row.printed, row.values) for row in table.rows
+    ]
     for (group, label, _), row in zip(seen, table.rows, strict=True):
         known = table.fields | row.fields
         for name, value in (fields_of(group) | fields_of(label)).items():

@@ -11,14 +11,18 @@ def far(a: Tensor, b: Tensor) -> float:
 
 def gradients_far(model: torch.nn.Module, computed: Tensor, expected: Tensor) -> float:
     """How far apart the gradients of the weights are, by `far`, for the same random weights of the logits."""
-    weights_of_logits = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2)).to(expected)
+    weights_of_logits = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2)).to(
+        expected
+    )
     gradients = _gradients(model, computed, weights_of_logits)
     expected_gradients = _gradients(model, expected, weights_of_logits)
     assert gradients.keys() == expected_gradients.keys()
     return max(far(gradients[name], gradient) for name, gradient in expected_gradients.items())
 
 
-def _gradients(model: torch.nn.Module, logits: Tensor, weights_of_logits: Tensor) -> dict[str, Tensor]:
+def _gradients(
+    model: torch.nn.Module, logits: Tensor, weights_of_logits: Tensor
+) -> dict[str, Tensor]:
     model.zero_grad()
     (logits * weights_of_logits).sum().backward()
     gradients = {}

@@ -39,9 +39,13 @@ def decoder_roundings(dtype: torch.dtype, blocks: int, width: int, length: int) 
 
 
 # For what the small models of the tests compute in float32, or from a loss in float32, as a share of the largest.
-ROUNDED = rounding_bound(torch.float32, decoder_roundings(torch.float32, blocks=3, width=32, length=64))
+ROUNDED = rounding_bound(
+    torch.float32, decoder_roundings(torch.float32, blocks=3, width=32, length=64)
+)
 # For a perplexity, the exponential of a loss below 8.
 ROUNDED_PERPLEXITY = 8 * ROUNDED
 
 # The same in float64, for numbers below 500.
-ROUNDED_DOUBLE = rounding_bound(torch.float64, decoder_roundings(torch.float64, blocks=3, width=32, length=64), 500)
+ROUNDED_DOUBLE = rounding_bound(
+    torch.float64, decoder_roundings(torch.float64, blocks=3, width=32, length=64), 500
+)

@@ -259,7 +259,9 @@ def test_rotary_positions_as_older_releases_wrote_them(kind, tmp_path):
     if kind != "gpt_neox":
         sizes["num_key_value_heads"] = 2
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=99, **sizes)).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, vocab_size=99, **sizes)
+    ).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["rope_parameters"]
     (tmp_path / "config.json").write_text(json.dumps(config | ROPE_OF_4[kind]))
@@ -286,7 +288,9 @@ def test_a_folder_without_a_model_names_the_nearest_ones_below(saved, tmp_path_f
     with pytest.raises(UserError) as caught:
         load_model(run)
 
-    assert str(caught.value).endswith(f"no config.json; there are models in {run}/128, {run}/512, {run}/64.")
+    assert str(caught.value).endswith(
+        f"no config.json; there are models in {run}/128, {run}/512, {run}/64."
+    )
 
 
 # --- complete or not
@@ -303,7 +307,9 @@ def test_a_save_that_is_cut_off_is_not_taken_for_complete(saved, monkeypatch):
     with pytest.raises(UserError, match=r"missing or damaged, so .* may not be complete"):
         verify_manifest(saved)
 
-    (saved / (MANIFEST + ".partial")).write_text("{")  # what a crash while the manifest was written leaves
+    (saved / (MANIFEST + ".partial")).write_text(
+        "{"
+    )  # what a crash while the manifest was written leaves
     save_model(tiny_model(seed=1), TOKENIZER, saved)
 
     load_model(saved)
@@ -328,7 +334,9 @@ def test_any_flipped_bit_is_noticed(saved, data):
         path.write_bytes(good)
 
     sentence = str(caught.value)
-    is_misnamed = path.name == MANIFEST and "missing" in sentence  # it may have got another file's name wrong
+    is_misnamed = (
+        path.name == MANIFEST and "missing" in sentence
+    )  # it may have got another file's name wrong
     assert path.name in sentence or is_misnamed
 
 
@@ -424,13 +432,17 @@ def test_a_model_of_the_hub_is_fetched_by_name(tmp_path, monkeypatch):
         lambda name, **_: str(tmp_path / name),
     )
 
-    assert fetch_model(Path("hf:EleutherAI/gpt-neo-125m")) == tmp_path / "EleutherAI" / "gpt-neo-125m"
+    assert (
+        fetch_model(Path("hf:EleutherAI/gpt-neo-125m")) == tmp_path / "EleutherAI" / "gpt-neo-125m"
+    )
     assert fetch_model(Path("EleutherAI/gpt-neo-125m")) == Path("EleutherAI/gpt-neo-125m")
 
 
 @pytest.mark.parametrize("name", ["", "nobody/nothing"])
 def test_a_model_that_the_hub_does_not_give_is_refused(name):
-    with pytest.raises(UserError, match=f"the Hugging Face Hub gave no model '{name}': ") as refusal:
+    with pytest.raises(
+        UserError, match=f"the Hugging Face Hub gave no model '{name}': "
+    ) as refusal:
         fetch_model(Path(f"hf:{name}"))
 
     assert "\n" not in str(refusal.value)

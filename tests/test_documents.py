@@ -56,7 +56,11 @@ def text_of(page):
 
 def blocks(page):
     """The fenced blocks of a page: language and text."""
-    return [(token.info, token.content) for token in MARKDOWN.parse(text_of(page)) if token.type == "fence"]
+    return [
+        (token.info, token.content)
+        for token in MARKDOWN.parse(text_of(page))
+        if token.type == "fence"
+    ]
 
 
 def blocks_in(page, language):
@@ -113,7 +117,9 @@ def demo(
 
 
 @pytest.mark.quick(page=[README, ROOT / "docs/how_to/any_decoder.md"])
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # the Trainer's default, where there is no GPU
+@pytest.mark.filterwarnings(
+    "ignore:'pin_memory' argument"
+)  # the Trainer's default, where there is no GPU
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_what_a_page_shows_runs(page, demo, metatokens, small_model):
@@ -155,7 +161,11 @@ def test_blocks_that_are_run_are_found():
 def test_commands_that_are_not_run_have_their_options():
     known = {}
     for name, command in get_command(app).commands.items():
-        known[name] = {option for parameter in command.params for option in parameter.opts + parameter.secondary_opts}
+        known[name] = {
+            option
+            for parameter in command.params
+            for option in parameter.opts + parameter.secondary_opts
+        }
     shown = "\n".join(text for page in PAGES for text in blocks_in(page, "console"))
     written = re.findall(r"metatokens (\w+) ((?:[^\n]|\\\n)*)", shown.replace("\\\n", " "))
 
@@ -255,11 +265,15 @@ def test_figures_are_those_of_the_result_lines(figures):
 
 
 @pytest.mark.quick(picture=["forgetting"])  # the other reads every line of the grid
-@pytest.mark.parametrize(("picture", "drawing"), [("accuracy", "draw"), ("forgetting", "draw_forgetting")])
+@pytest.mark.parametrize(
+    ("picture", "drawing"), [("accuracy", "draw"), ("forgetting", "draw_forgetting")]
+)
 def test_the_picture_is_of_the_result_lines(figures, tmp_path, picture, drawing):
     getattr(figures, drawing)(tmp_path / f"{picture}.svg")
 
-    assert (tmp_path / f"{picture}.svg").read_bytes() == (ROOT / f"docs/images/{picture}.svg").read_bytes()
+    assert (tmp_path / f"{picture}.svg").read_bytes() == (
+        ROOT / f"docs/images/{picture}.svg"
+    ).read_bytes()
 
 
 def table_of(page, name):
@@ -286,7 +300,9 @@ def test_a_figure_by_hand():
         "condition": "paper",
     }
     by_seed = {}
-    for text in gzip.decompress((ROOT / "results/small/results.jsonl.gz").read_bytes()).splitlines():
+    for text in gzip.decompress(
+        (ROOT / "results/small/results.jsonl.gz").read_bytes()
+    ).splitlines():
         line = json.loads(text)
         if wanted.items() <= line.items() and "intervention" not in line:
             by_seed[line["seed"]] = 100 * line["value"]

@@ -44,7 +44,9 @@ HEAVY = {
     "numpy",
     "pandas",
 }
-MODULES = sorted(path.relative_to(PACKAGE).with_suffix("").as_posix() for path in PACKAGE.rglob("*.py"))
+MODULES = sorted(
+    path.relative_to(PACKAGE).with_suffix("").as_posix() for path in PACKAGE.rglob("*.py")
+)
 
 
 def stage_of(module):
@@ -69,7 +71,10 @@ def imported(tree):
             if parent.split(".")[0] == "metatokens":
                 for alias in node.names:
                     name = f"{parent}.{alias.name}"
-                    is_module = parent == "metatokens" or name.partition(".")[2].replace(".", "/") in MODULES
+                    is_module = (
+                        parent == "metatokens"
+                        or name.partition(".")[2].replace(".", "/") in MODULES
+                    )
                     yield name if is_module else parent
 
 
@@ -93,7 +98,10 @@ def test_the_model_can_be_taken_by_itself(module):
 
 def circle_in(trees):
     """Modules that import one another, by name, the first one at the end again; empty if there are none."""
-    names = {"metatokens." + module.replace("/", ".").removesuffix(".__init__"): module for module in trees}
+    names = {
+        "metatokens." + module.replace("/", ".").removesuffix(".__init__"): module
+        for module in trees
+    }
     graph: dict[str, set[str]] = {}
     for name, module in names.items():
         imports = set(imported(trees[module]))
@@ -125,7 +133,9 @@ def test_the_check_sees_a_circle():
 
 
 def test_the_check_sees_imports_inside_functions():
-    tree = ast.parse("def f():\n    from metatokens.cli import main\n    import metatokens.paper.report.page as page")
+    tree = ast.parse(
+        "def f():\n    from metatokens.cli import main\n    import metatokens.paper.report.page as page"
+    )
     assert sorted(imported(tree)) == ["metatokens.cli", "metatokens.paper.report.page"]
 
 
@@ -163,5 +173,8 @@ def test_the_public_names_load_when_asked_for():
 
 def test_what_a_report_reads_needs_no_model():
     assert loaded_by("import metatokens.records") & HEAVY == set()
-    assert loaded_by("import metatokens.paper.frame") & {"torch", "transformers", "matplotlib"} == set()
+    assert (
+        loaded_by("import metatokens.paper.frame") & {"torch", "transformers", "matplotlib"}
+        == set()
+    )
     assert "torch" not in loaded_by("import metatokens.paper.report.page")

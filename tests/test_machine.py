@@ -30,7 +30,9 @@ def faults(program, **variables):
         if not name.startswith(("MALLOC_", "GLIBC_TUNABLES")):
             environment[name] = value
     command = [sys.executable, "-c", PROGRAM.format(program)]
-    printed = subprocess.run(command, env=environment | variables, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        command, env=environment | variables, capture_output=True, text=True, check=True
+    ).stdout
     return int(printed)
 
 

@@ -23,7 +23,9 @@ def test_every_cell_runs_and_shows_what_the_text_promises(tmp_path, monkeypatch)
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     names: dict[str, Any] = {}
 
-    shown = [run_cell("".join(cell["source"]), names) for cell in cells if cell["cell_type"] == "code"]
+    shown = [
+        run_cell("".join(cell["source"]), names) for cell in cells if cell["cell_type"] == "code"
+    ]
 
     page, attention, answer, text_is_left, _, same = shown
     assert "flea" in page._repr_html_()

@@ -223,7 +223,10 @@ def test_a_wrong_file_is_named_with_what_is_wrong(tmp_path, content, sentence):
 @pytest.mark.parametrize("source", ["nowhere.yaml", "."])
 def test_a_missing_recipe_lists_the_bundled_ones(source):
     sentence = complaint(PretrainRecipe, source)
-    assert sentence == f"no recipe at {source}; give a YAML file or one of: {', '.join(sorted(PACKAGED))}."
+    assert (
+        sentence
+        == f"no recipe at {source}; give a YAML file or one of: {', '.join(sorted(PACKAGED))}."
+    )
 
 
 def test_the_choices_are_those_of_the_code():
@@ -245,4 +248,6 @@ def test_a_question_that_sees_landmarks_needs_some():
         "task.condition=none",
     )
 
-    assert sentence.endswith("task.question_sees landmarks leaves nothing to see in task.condition none.")
+    assert sentence.endswith(
+        "task.question_sees landmarks leaves nothing to see in task.condition none."
+    )

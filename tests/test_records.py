@@ -135,7 +135,9 @@ def test_a_file_that_is_no_record_is_named(tmp_path):
 PACKED = gzip.compress(EXACT.line().encode() * 9, mtime=0)
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", PACKED[:-9], None], ids=["no UTF-8", "cut", "missing"])
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe", PACKED[:-9], None], ids=["no UTF-8", "cut", "missing"]
+)
 def test_a_file_that_cannot_be_read_is_named(content, tmp_path):
     if content is not None:
         (tmp_path / "a.jsonl").write_bytes(content)

@@ -33,7 +33,11 @@ def wheel(tmp_path_factory):
 
 def test_the_wheel_holds_every_file_of_the_package(wheel):
     folder = ROOT / "src"
-    files = (path for path in (folder / "metatokens").rglob("*") if path.is_file() and path.suffix != ".pyc")
+    files = (
+        path
+        for path in (folder / "metatokens").rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    )
     shipped = {name for name in wheel.namelist() if ".dist-info/" not in name}
     names = {path.relative_to(folder).as_posix() for path in files}
     assert shipped == names

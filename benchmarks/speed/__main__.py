@@ -28,27 +28,42 @@ def benchmark(
     kind: Annotated[Literal[Benchmark, "data"], typer.Argument(help="What to time.")],
     shape: Annotated[ShapeName, typer.Option(help="Size of the models.")] = "small",
     lengths: Annotated[
-        str, typer.Option(metavar=SEVERAL, help="Length of a sequence in tokens; the benchmark `length` takes several.")
+        str,
+        typer.Option(
+            metavar=SEVERAL,
+            help="Length of a sequence in tokens; the benchmark `length` takes several.",
+        ),
     ] = "1024",
     batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Sequences per batch.")] = 1,
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Timed rounds.")] = 10,
-    warmup: Annotated[int, typer.Option(metavar="N", min=1, help="Untimed rounds before them.")] = 2,
+    warmup: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Untimed rounds before them.")
+    ] = 2,
     threads: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="PyTorch threads; one per core by default.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="PyTorch threads; one per core by default."),
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Number type.")] = "float32",
     device: Annotated[Device, typer.Option(help="Where the models run.")] = "cpu",
-    compiled: Annotated[bool, typer.Option("--compile", help="Compile the models with torch.compile.")] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile the models with torch.compile.")
+    ] = False,
     contestant: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A model that takes part; repeatable; by default all do."),
+        typer.Option(
+            metavar="NAME", help="A model that takes part; repeatable; by default all do."
+        ),
     ] = None,
     memory: Annotated[bool, typer.Option(help="Measure peak memory too.")] = True,
-    corpus: Annotated[str, typer.Option(metavar="CORPUS", help=f"Text for `data`: {CORPUS}.")] = "builtin",
+    corpus: Annotated[
+        str, typer.Option(metavar="CORPUS", help=f"Text for `data`: {CORPUS}.")
+    ] = "builtin",
     tokenizer: Annotated[
         str, typer.Option(metavar="TOKENIZER", help=f"Tokenizer for `data`: {TOKENIZER}.")
     ] = "train:4096",
-    figure: Annotated[Path | None, typer.Option(metavar="FILE", help="PNG file to draw the comparison into.")] = None,
+    figure: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PNG file to draw the comparison into.")
+    ] = None,
     out: ResultFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -74,7 +89,9 @@ def benchmark(
 
     positions = parse_lengths(lengths)
     if len(positions) > 1 and kind != "length":
-        raise UserError(f"the benchmark {kind} takes one length; several go with the benchmark length.")
+        raise UserError(
+            f"the benchmark {kind} takes one length; several go with the benchmark length."
+        )
     setting = Setting(
         shape=shape,
         length=positions[0],
@@ -88,7 +105,9 @@ def benchmark(
     )
     with progress_bar(f"benchmark {kind}") as progress:
         if kind == "length":
-            timings = run_lengths(setting, positions, models=contestant, memory=memory, progress=progress)
+            timings = run_lengths(
+                setting, positions, models=contestant, memory=memory, progress=progress
+            )
         else:
             timings = run(kind, setting, models=contestant, memory=memory, progress=progress)
     console.print(table(timings, console.width))

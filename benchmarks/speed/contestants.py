@@ -60,8 +60,13 @@ class Setting:
     def __post_init__(self) -> None:
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UserError("there is no GPU that PyTorch can use.")
-        if self.length < 16 or min(self.batch, self.new_tokens, self.rounds, self.warmup, self.threads) < 1:
-            raise UserError("a benchmark needs a length of at least 16, and at least 1 of everything else.")
+        if (
+            self.length < 16
+            or min(self.batch, self.new_tokens, self.rounds, self.warmup, self.threads) < 1
+        ):
+            raise UserError(
+                "a benchmark needs a length of at least 16, and at least 1 of everything else."
+            )
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,10 @@ HEATS: dict[Benchmark, tuple[tuple[Entry, ...], ...]] = {
         _THEIRS,
     ),
     "answers": ((Entry("full logits", "meta", full_logits=True), Entry("answers only", "meta")),),
-    "prefill": ((_entry("gpt2"), _entry("pause"), _entry("meta"), _entry("dense", "gpt2", "meta")), _THEIRS),
+    "prefill": (
+        (_entry("gpt2"), _entry("pause"), _entry("meta"), _entry("dense", "gpt2", "meta")),
+        _THEIRS,
+    ),
     "decode": (
         (
             _entry("gpt2"),
@@ -175,14 +183,18 @@ def make_unit(benchmark: Benchmark, entry: Entry, setting: Setting) -> Unit:
     torch.manual_seed(0)
     peer, shape = PEERS[entry.peer], SHAPES[setting.shape]
     if benchmark == "decode":
-        return _decode(entry, setting, peer, peer.config(shape, setting.length + 2 * setting.new_tokens))
+        return _decode(
+            entry, setting, peer, peer.config(shape, setting.length + 2 * setting.new_tokens)
+        )
     config = peer.config(shape, setting.length)
     if benchmark == "prefill":
         return _prefill(setting, peer, config)
     return _training_step(entry, setting, peer, config, answers=benchmark == "answers")
 
 
-def _training_step(entry: Entry, setting: Setting, peer: Peer, config: MetaGPT2Config, *, answers: bool) -> Unit:
+def _training_step(
+    entry: Entry, setting: Setting, peer: Peer, config: MetaGPT2Config, *, answers: bool
+) -> Unit:
     """Forward, backward, update. With `answers` only the end of each row is scored, as in fine-tuning."""
     ids, labels = _sequences(config, setting, setting.length)
     if answers:
@@ -214,12 +226,30 @@ def _training_step(entry: Entry, setting: Setting, peer: Peer, config: MetaGPT2C
 def _prefill(setting: Setting, peer: Peer, config: MetaGPT2Config) -> Unit:
     """Generate the first token after a prompt."""
     ids, model = _prompt(config, setting), _for_inference(peer, config, setting)
-    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 1, "do_sample": False}
-    return _unit(setting, peer, config, model, ids, setting.batch, work=lambda: model.generate(ids, **options))
+    options: dict[str, Any] = {
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 1,
+        "do_sample": False,
+    }
+    return _unit(
+        setting,
+        peer,
+        config,
+        model,
+        ids,
+        setting.batch,
+        work=lambda: model.generate(ids, **options),
+    )
 
 
 def _unit(
-    setting: Setting, peer: Peer, config: MetaGPT2Config, model: nn.Module, ids: Tensor, scored: int, **work: Any
+    setting: Setting,
+    peer: Peer,
+    config: MetaGPT2Config,
+    model: nn.Module,
+    ids: Tensor,
+    scored: int,
+    **work: Any,
 ) -> Unit:
     """A unit of one pass over `ids`, with the logits of `scored` positions."""
     meta_tokens = _meta_tokens(ids, config)
@@ -247,10 +277,19 @@ def _unit(
 def _decode(entry: Entry, setting: Setting, peer: Peer, config: MetaGPT2Config) -> Unit:
     """Generate text after a context whose tokens, except the last, are cached."""
     ids, model = _prompt(config, setting), _for_inference(peer, config, setting)
-    empty = StaticCache(config, max_cache_len=setting.length + setting.new_tokens) if entry.static else None
+    empty = (
+        StaticCache(config, max_cache_len=setting.length + setting.new_tokens)
+        if entry.static
+        else None
+    )
     with torch.inference_mode():
-        context = model(ids[:, :-1], past_key_values=empty, use_cache=True, logits_to_keep=1).past_key_values
-    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": setting.new_tokens}
+        context = model(
+            ids[:, :-1], past_key_values=empty, use_cache=True, logits_to_keep=1
+        ).past_key_values
+    options: dict[str, Any] = {
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": setting.new_tokens,
+    }
     if entry.inserts:
         options["meta_every"] = META_EVERY
 
@@ -263,7 +302,9 @@ def _decode(entry: Entry, setting: Setting, peer: Peer, config: MetaGPT2Config) 
         prepare=prepare,
         text_tokens=setting.batch * setting.new_tokens,
         parameters=_count(model),
-        products=forward_products(config, length=1, cached=setting.length + setting.new_tokens // 2, **sizes),
+        products=forward_products(
+            config, length=1, cached=setting.length + setting.new_tokens // 2, **sizes
+        ),
         passes=setting.new_tokens,
         reads=decode_bytes(
             config,
@@ -334,7 +375,9 @@ def _sequences(config: MetaGPT2Config, setting: Setting, length: int) -> tuple[T
         )
         for _ in range(setting.batch)
     ]
-    ids, labels = (torch.from_numpy(np.stack(part)).to(setting.device) for part in zip(*pairs, strict=True))
+    ids, labels = (
+        torch.from_numpy(np.stack(part)).to(setting.device) for part in zip(*pairs, strict=True)
+    )
     return ids, labels
 
 

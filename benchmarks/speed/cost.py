@@ -88,7 +88,9 @@ def weights(config: MetaGPT2Config) -> tuple[int, int]:
     norm = width * (1 + config.bias)
     attention = norm + 4 * width * width + 4 * width * config.bias
     feed_forward = norm + 2 * width * inner + (inner + width) * config.bias
-    common = config.num_hidden_layers * (attention + feed_forward) + norm + config.vocab_size * width
+    common = (
+        config.num_hidden_layers * (attention + feed_forward) + norm + config.vocab_size * width
+    )
     return common, 0 if config.second_attention == "none" else config.num_hidden_layers * attention
 
 
@@ -119,10 +121,16 @@ def decode_bytes(
         dense: as in `forward_products`.
     """
     common, second = weights(config)
-    entry = 2 * batch * config.num_hidden_layers * config.hidden_size  # keys and values of one position
+    entry = (
+        2 * batch * config.num_hidden_layers * config.hidden_size
+    )  # keys and values of one position
     numbers = 0
     for text in range(new_tokens):
-        inserted, rides = (max(text - 1, 0) // meta_every, text % meta_every == 0 < text) if meta_every else (0, False)
+        inserted, rides = (
+            (max(text - 1, 0) // meta_every, text % meta_every == 0 < text)
+            if meta_every
+            else (0, False)
+        )
         seen = entry * (context - 1 + text + inserted)
         numbers += common + seen
         if config.second_attention == "causal" or dense:

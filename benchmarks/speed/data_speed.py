@@ -50,10 +50,14 @@ class Rate(Measured):
 
 def _rate(measured: str, unit: str, values: Sequence[float], target: str) -> Rate:
     low, middle, high = np.quantile(values, (0.0, 0.5, 1.0)).tolist()
-    return Rate(measured=measured, unit=unit, value=middle, low=low, high=high, n=len(values), target=target)
+    return Rate(
+        measured=measured, unit=unit, value=middle, low=low, high=high, n=len(values), target=target
+    )
 
 
-def example_rates(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], *, rounds: int = 5) -> Iterator[Rate]:
+def example_rates(
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], *, rounds: int = 5
+) -> Iterator[Rate]:
     """Examples per second that one core draws and encodes, in phase 2 of each task."""
     for task in TASKS:
         source = TaskData(task, tokenizer=tokenizer, documents=documents)
@@ -63,7 +67,12 @@ def example_rates(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], 
             for index in range(number * 1000, (number + 1) * 1000):
                 source.sample(index, 2, "train")
             rates.append(1000 / (time.process_time() - began))
-        yield _rate(f"{task}, phase 2", "examples/s, one core", rates, ">= 5,000" if task == "list_recall" else "-")
+        yield _rate(
+            f"{task}, phase 2",
+            "examples/s, one core",
+            rates,
+            ">= 5,000" if task == "list_recall" else "-",
+        )
 
 
 def paper_examples(tokenizer: Path, corpus: str, *, processes: int) -> Rate:
@@ -76,10 +85,14 @@ def paper_examples(tokenizer: Path, corpus: str, *, processes: int) -> Rate:
         for start in range(0, count, chunk)
     ]
     began = time.monotonic()
-    with ProcessPoolExecutor(processes, worker_context(__name__), _open_sources, (tokenizer, corpus)) as pool:
+    with ProcessPoolExecutor(
+        processes, worker_context(__name__), _open_sources, (tokenizer, corpus)
+    ) as pool:
         drawn = sum(pool.map(_draw, jobs))
     assert drawn == len(TASKS) * sum(PAPER_EXAMPLES.values())
-    return _rate(f"{drawn:,} examples, {processes} processes", "s", [time.monotonic() - began], "<= 300")
+    return _rate(
+        f"{drawn:,} examples, {processes} processes", "s", [time.monotonic() - began], "<= 300"
+    )
 
 
 _sources: dict[str, TaskData] = {}  # of a worker
@@ -98,7 +111,9 @@ def _draw(job: tuple[str, str, int, int]) -> int:
     return len([draw(index, 512) for index in range(start, start + count)])
 
 
-def tokenizing(corpus: str, tokenizer: PreTrainedTokenizerBase, folder: Path, *, rounds: int = 5) -> Rate:
+def tokenizing(
+    corpus: str, tokenizer: PreTrainedTokenizerBase, folder: Path, *, rounds: int = 5
+) -> Rate:
     """Wall time of writing a token store, over that of the tokenizers library's batch call on the same texts."""
     texts = list(read_corpus(corpus))
     tokenizer.save_pretrained(folder / "tokenizer")
@@ -112,7 +127,9 @@ def tokenizing(corpus: str, tokenizer: PreTrainedTokenizerBase, folder: Path, *,
     return _rate("writing a token store over encode_batch_fast", "ratio", ratios[1:], "<= 1.10")
 
 
-def waiting_share(tokenizer: PreTrainedTokenizerBase, folder: Path, *, steps: int = 100, rounds: int = 5) -> Rate:
+def waiting_share(
+    tokenizer: PreTrainedTokenizerBase, folder: Path, *, steps: int = 100, rounds: int = 5
+) -> Rate:
     """The share of a fine-tuning loop that is spent on batches, at the demo's model size, with one thread."""
     recipe = load_recipe(FinetuneRecipe, "demo_finetune", [f"training.max_steps={steps}"])
     batch = recipe.training.per_device_train_batch_size
@@ -129,7 +146,11 @@ def waiting_share(tokenizer: PreTrainedTokenizerBase, folder: Path, *, steps: in
     )
     model = MetaGPT2ForCausalLM(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    collator = Collator(pad_token_id=tokenizer.eos_token_id, meta_token_id=meta_token_id(tokenizer), loss_on="answer")
+    collator = Collator(
+        pad_token_id=tokenizer.eos_token_id,
+        meta_token_id=meta_token_id(tokenizer),
+        loss_on="answer",
+    )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     shares = []
@@ -146,7 +167,9 @@ def waiting_share(tokenizer: PreTrainedTokenizerBase, folder: Path, *, steps: in
             optimizer.zero_grad()
         shares.append(waited / (time.process_time() - began))
     torch.set_num_threads(threads)
-    return _rate("waiting for batches, list recall at 128 tokens", "share of the loop", shares, "< 0.02")
+    return _rate(
+        "waiting for batches, list recall at 128 tokens", "share of the loop", shares, "< 0.02"
+    )
 
 
 def start_times(*, rounds: int = 10) -> Iterator[Rate]:
@@ -159,7 +182,9 @@ def start_times(*, rounds: int = 10) -> Iterator[Rate]:
         "import metatokens": ("import metatokens", "< 0.2"),
     }
     for name, (script, target) in commands.items():
-        run = partial(subprocess.run, [sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+        run = partial(
+            subprocess.run, [sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL
+        )
         yield _rate(name, "s", [_seconds(run) for _ in range(rounds)], target)
 
 

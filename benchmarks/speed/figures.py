@@ -34,7 +34,11 @@ def table(timings: Sequence[Timing], width: int) -> Table:
     result = Table(
         title=f"{first.benchmark}: {first.shape}, {size}, {first.dtype}, {machine}, {first.n} rounds",
         caption="brackets: quartiles of the rounds; limit: what operations (decoding: bytes read) imply"
-        + ("; pays after: so many units of work make up for a slower first one" if first.benchmark == "compile" else "")
+        + (
+            "; pays after: so many units of work make up for a slower first one"
+            if first.benchmark == "compile"
+            else ""
+        )
         + ("; a wider terminal shows more" if width < _WIDE else ""),
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -44,7 +48,9 @@ def table(timings: Sequence[Timing], width: int) -> Table:
         "model": _compared,
         "positions": lambda timing: f"{timing.length:,}",
         "seconds": lambda timing: f"{timing.seconds:.4g}",
-        "ratio": lambda timing: f"{timing.ratio:.3f} [{timing.ratio_low:.3f}, {timing.ratio_high:.3f}]",
+        "ratio": lambda timing: (
+            f"{timing.ratio:.3f} [{timing.ratio_low:.3f}, {timing.ratio_high:.3f}]"
+        ),
         "first": lambda timing: "-" if timing.first is None else f"{timing.first:.4g}",
         "pays\nafter": lambda timing: _pays_after(timing, firsts[timing.against]),
         "limit": lambda timing: f"{timing.limit:.3f}",
@@ -83,7 +89,9 @@ def draw(timings: Sequence[Timing], path: Path) -> None:
     Raises:
         UserError: if the file cannot be written.
     """
-    figure = _by_length(timings) if len({timing.length for timing in timings}) > 1 else _ratios(timings)
+    figure = (
+        _by_length(timings) if len({timing.length for timing in timings}) > 1 else _ratios(timings)
+    )
     try:
         figure.savefig(path, format="png", dpi=160, metadata={"Software": None})
     except OSError as error:
@@ -96,9 +104,18 @@ def _ratios(timings: Sequence[Timing]) -> Figure:
     figure = Figure(figsize=(7, 1.2 + 0.4 * len(compared)), layout="constrained")
     axes = figure.add_subplot()
     for row, timing in enumerate(reversed(compared)):
-        axes.plot([timing.ratio_low, timing.ratio_high], [row, row], color=_COLOURS[1], linewidth=2.5)
+        axes.plot(
+            [timing.ratio_low, timing.ratio_high], [row, row], color=_COLOURS[1], linewidth=2.5
+        )
         axes.plot(timing.ratio, row, "o", color=_COLOURS[1], label="measured" if row == 0 else None)
-        axes.plot(timing.limit, row, "|", color=_COLOURS[0], markersize=16, label="limit" if row == 0 else None)
+        axes.plot(
+            timing.limit,
+            row,
+            "|",
+            color=_COLOURS[0],
+            markersize=16,
+            label="limit" if row == 0 else None,
+        )
     axes.axvline(1.0, color="#c8c5bf", linewidth=1, zorder=0)
     axes.set_yticks(range(len(compared)), map(_compared, reversed(compared)))
     axes.set_xlabel(f"{_unit_of_work(timings[0])}, as a ratio")
@@ -112,17 +129,23 @@ def _by_length(timings: Sequence[Timing]) -> Figure:
     figure = Figure(figsize=(9 if has_memory else 5, 3.8), layout="constrained")
     panels = figure.subplots(1, 2 if has_memory else 1, squeeze=False)[0]
     lengths = sorted({timing.length for timing in timings})
-    for model, colour in zip(dict.fromkeys(timing.model for timing in timings), cycle(_COLOURS), strict=False):
+    for model, colour in zip(
+        dict.fromkeys(timing.model for timing in timings), cycle(_COLOURS), strict=False
+    ):
         by_length = {timing.length: timing for timing in timings if timing.model == model}
         points = [by_length[length] for length in lengths if length in by_length]
         xs = [point.length for point in points]
-        panels[0].fill_between(xs, [p.low for p in points], [p.high for p in points], color=colour, alpha=0.2)
+        panels[0].fill_between(
+            xs, [p.low for p in points], [p.high for p in points], color=colour, alpha=0.2
+        )
         panels[0].plot(xs, [p.seconds for p in points], "o-", color=colour, label=model)
         panels[0].plot(xs, [p.seconds / p.over_products for p in points], ":", color=colour)
         if has_memory:
             panels[1].plot(xs, [(p.memory or 0) / 1e6 for p in points], "o-", color=colour)
     panels[0].plot([], [], ":", color=_COLOURS[0], label="its matrix products alone")
-    for axes, quantity in zip(panels, (_unit_of_work(timings[0]), "MB in use besides the weights"), strict=False):
+    for axes, quantity in zip(
+        panels, (_unit_of_work(timings[0]), "MB in use besides the weights"), strict=False
+    ):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])

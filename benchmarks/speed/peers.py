@@ -53,8 +53,12 @@ class DenseMetaAttention(CausalAttention):
     def __init__(self, config: MetaGPT2Config, block: int):
         super().__init__(config, block, second=True)
         self.block = block
-        self.slots = torch.empty(0)  # (batch, length), position in the sequence of each meta-token, -1 at text
-        self.mask = torch.empty(0)  # (batch, 1, length, keys), 0 where a query sees a key, minus infinity elsewhere
+        self.slots = torch.empty(
+            0
+        )  # (batch, length), position in the sequence of each meta-token, -1 at text
+        self.mask = torch.empty(
+            0
+        )  # (batch, 1, length, keys), 0 where a query sees a key, minus infinity elsewhere
 
     def forward(
         self,
@@ -97,7 +101,9 @@ def dense_model(model: MetaGPT2ForCausalLM) -> MetaGPT2ForCausalLM:
     return model
 
 
-def dense_mask(x: Tensor, rows: GatheredRows | None, cache: MetaTokenCache | None) -> tuple[Tensor, Tensor]:
+def dense_mask(
+    x: Tensor, rows: GatheredRows | None, cache: MetaTokenCache | None
+) -> tuple[Tensor, Tensor]:
     """The places of the meta-tokens in x (batch, length, width), and the paper's matrices M + P, ready to be added.
 
     Returns:
@@ -106,14 +112,18 @@ def dense_mask(x: Tensor, rows: GatheredRows | None, cache: MetaTokenCache | Non
     """
     slots = torch.full(x.shape[:2], -1, device=x.device)
     if rows is not None:
-        slots = slots.scatter_reduce(1, rows.index, rows.slots, "amax")  # padding points at some position too
+        slots = slots.scatter_reduce(
+            1, rows.index, rows.slots, "amax"
+        )  # padding points at some position too
     second = None if cache is None else cache.layers[0].second
     keys = slots if second is None else torch.cat([second.slots, slots], dim=1)
     seen = (keys[:, None, :] >= 0) & (keys[:, None, :] <= slots[:, :, None])
     seen[:, :, -x.shape[1] :] |= torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    return slots, torch.zeros(seen.shape, dtype=dtype, device=x.device).masked_fill(~seen, -torch.inf)[:, None]
+    return slots, torch.zeros(seen.shape, dtype=dtype, device=x.device).masked_fill(
+        ~seen, -torch.inf
+    )[:, None]
 
 
 def gpt2_of_transformers(config: MetaGPT2Config) -> GPT2LMHeadModel:
@@ -180,7 +190,10 @@ PEERS = {
     "twin": Peer(MetaGPT2ForCausalLM, {"second_attention": "causal"}, inserts=True),
     "meta": Peer(MetaGPT2ForCausalLM, {"second_attention": "meta"}, inserts=True),
     "dense": Peer(
-        lambda config: dense_model(MetaGPT2ForCausalLM(config)), {"second_attention": "meta"}, inserts=True, dense=True
+        lambda config: dense_model(MetaGPT2ForCausalLM(config)),
+        {"second_attention": "meta"},
+        inserts=True,
+        dense=True,
     ),
     "transformers": Peer(gpt2_of_transformers, _LEARNED),
     "gpt2-learned": Peer(_converted, _LEARNED),

@@ -65,8 +65,14 @@ def run(
 
     timings: list[Timing] = []
     for entries in heats:
-        own = {entry.name: replace(setting, compiled=setting.compiled or entry.compiled) for entry in entries}
-        peaks = {entry.name: peak_memory(benchmark, entry, own[entry.name]) if memory else None for entry in entries}
+        own = {
+            entry.name: replace(setting, compiled=setting.compiled or entry.compiled)
+            for entry in entries
+        }
+        peaks = {
+            entry.name: peak_memory(benchmark, entry, own[entry.name]) if memory else None
+            for entry in entries
+        }
         units = {entry.name: make_unit(benchmark, entry, own[entry.name]) for entry in entries}
         units[PRODUCTS] = products_unit(units[entries[0].name], setting)
         heat = race(units, setting, tick)
@@ -79,7 +85,11 @@ def run(
 
 def run_lengths(setting: Setting, lengths: Sequence[int], **options: Any) -> list[Timing]:
     """The benchmark `length`, a training step at each length; options as in `run`."""
-    return [timing for length in lengths for timing in run("length", replace(setting, length=length), **options)]
+    return [
+        timing
+        for length in lengths
+        for timing in run("length", replace(setting, length=length), **options)
+    ]
 
 
 def _heats(benchmark: Benchmark, models: Sequence[str] | None) -> list[list[Entry]]:
@@ -87,7 +97,9 @@ def _heats(benchmark: Benchmark, models: Sequence[str] | None) -> list[list[Entr
     known = [entry.name for heat in HEATS[benchmark] for entry in heat]
     for name in models or ():
         if name not in known:
-            raise UserError(f"{name!r} takes no part in the benchmark {benchmark}; these do: {'; '.join(known)}.")
+            raise UserError(
+                f"{name!r} takes no part in the benchmark {benchmark}; these do: {'; '.join(known)}."
+            )
     heats = []
     for first, *others in HEATS[benchmark]:
         chosen = [entry for entry in others if models is None or entry.name in models]
@@ -135,7 +147,10 @@ def race(units: Mapping[str, Unit], setting: Setting, tick: Callable[[], None]) 
                 turn = [_clock(units[name], setting.device) for _ in range(repeats[name])]
                 seconds[name].append(sum(turn) / len(turn))
             if number == setting.warmup:
-                repeats = {name: max(1, math.ceil(_SHORTEST / rounds[-1])) for name, rounds in seconds.items()}
+                repeats = {
+                    name: max(1, math.ceil(_SHORTEST / rounds[-1]))
+                    for name, rounds in seconds.items()
+                }
             tick()
     finally:
         if not frozen:
@@ -143,7 +158,12 @@ def race(units: Mapping[str, Unit], setting: Setting, tick: Callable[[], None]) 
         if collects:
             gc.enable()
     first = {name: rounds[0] for name, rounds in seconds.items()}
-    return Heat(units, first, {name: np.array(rounds[setting.warmup :]) for name, rounds in seconds.items()}, repeats)
+    return Heat(
+        units,
+        first,
+        {name: np.array(rounds[setting.warmup :]) for name, rounds in seconds.items()},
+        repeats,
+    )
 
 
 def _clock(unit: Unit, device: str) -> float:
@@ -158,8 +178,14 @@ def _clock(unit: Unit, device: str) -> float:
     return time.perf_counter() - start
 
 
-def _timing(benchmark: Benchmark, setting: Setting, heat: Heat, name: str, against: str, memory: int | None) -> Timing:
-    unit, other, baseline = heat.units[name], heat.units[against], heat.units[next(iter(heat.units))]
+def _timing(
+    benchmark: Benchmark, setting: Setting, heat: Heat, name: str, against: str, memory: int | None
+) -> Timing:
+    unit, other, baseline = (
+        heat.units[name],
+        heat.units[against],
+        heat.units[next(iter(heat.units))],
+    )
     own = heat.seconds[name]
     low, median, high = np.quantile(own, (0.25, 0.5, 0.75))
     ratio_low, ratio, ratio_high = np.quantile(own / heat.seconds[against], (0.25, 0.5, 0.75))
@@ -186,7 +212,9 @@ def _timing(benchmark: Benchmark, setting: Setting, heat: Heat, name: str, again
         limit=limit,
         ratio_per_text_token=ratio * a_token,
         limit_per_text_token=limit * a_token,
-        over_products=float(np.median(own / heat.seconds[PRODUCTS])) * baseline.needed / unit.needed,
+        over_products=float(np.median(own / heat.seconds[PRODUCTS]))
+        * baseline.needed
+        / unit.needed,
         flops=unit.needed if unit.reads is None else None,
         counted_flops=unit.counted_flops,
         reads=unit.reads,

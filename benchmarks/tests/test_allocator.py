@@ -20,8 +20,13 @@ def test_it_writes_a_line_for_each_figure(tmp_path: Path) -> None:
         "--out",
         str(tmp_path / "lines.jsonl"),
     ]
-    done = subprocess.run([sys.executable, "-m", "benchmarks.allocator", *options], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.allocator", *options], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    lines = [json.loads(one) for one in (tmp_path / "lines.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(one)
+        for one in (tmp_path / "lines.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert [one["figure"] for one in lines] == ["user", "system", "wall", "peak"]
     assert all(one["kept"] > 0 and one["plain"] > 0 for one in lines)

@@ -67,16 +67,27 @@ class Counter(FlopCounterMode):
 
     @property
     def products(self) -> int:
-        angles = [sum(c.values()) for name, c in self.get_flop_counts().items() if name.endswith("rotary_emb")]
+        angles = [
+            sum(c.values())
+            for name, c in self.get_flop_counts().items()
+            if name.endswith("rotary_emb")
+        ]
         return self.get_total_flops() - sum(angles)
 
 
 @MODELS
 @pytest.mark.parametrize("position_embedding", ["learned", "rope", "none"])
 @pytest.mark.parametrize("meta_counts", [[4, 4, 4], [5, 0, 2], [0, 0, 0]])
-def test_forward_and_backward_equal_the_counter(name: str, position_embedding: str, meta_counts: list[int]) -> None:
+def test_forward_and_backward_equal_the_counter(
+    name: str, position_embedding: str, meta_counts: list[int]
+) -> None:
     model, ids = tiny(name, position_embedding=position_embedding), batch(meta_counts)
-    sizes: dict[str, Any] = {"batch": 3, "length": 19, "meta_tokens": max(meta_counts), "dense": name == "dense"}
+    sizes: dict[str, Any] = {
+        "batch": 3,
+        "length": 19,
+        "meta_tokens": max(meta_counts),
+        "dense": name == "dense",
+    }
     with Counter() as forward, torch.no_grad():
         model(ids, use_cache=False)
     assert forward.products == flops(forward_products(model.config, **sizes))
@@ -86,7 +97,9 @@ def test_forward_and_backward_equal_the_counter(name: str, position_embedding: s
     scored = int((labels[:, 1:] != -100).sum())
     with Counter() as step:
         model.train()(ids, labels=labels).loss.backward()
-    assert step.products == flops(forward_products(model.config, **sizes, scored=scored), training=True)
+    assert step.products == flops(
+        forward_products(model.config, **sizes, scored=scored), training=True
+    )
 
 
 @MODELS
@@ -95,14 +108,20 @@ def test_generation_equals_the_counter(name: str, meta_every: int | None) -> Non
     model, ids = tiny(name, position_embedding="none"), batch([4, 2])
     ids[:, -1] = 0
     with Counter() as counter:
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=11, meta_every=meta_every)
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=11, meta_every=meta_every
+        )
     sizes: dict[str, Any] = {"batch": 2, "scored": 2, "dense": name == "dense"}
     expected = flops(forward_products(model.config, length=19, meta_tokens=4, **sizes))
     read, inserted = 19, 0
-    for text in range(1, 11):  # each new token but the last is read, and the meta-token behind every third one
+    for text in range(
+        1, 11
+    ):  # each new token but the last is read, and the meta-token behind every third one
         rides = int(meta_every == 3 and text in (3, 6, 9))
         meta: dict[str, int] = {"meta_tokens": rides, "cached_meta": 4 + inserted}
-        expected += flops(forward_products(model.config, length=1 + rides, cached=read, **meta, **sizes))
+        expected += flops(
+            forward_products(model.config, length=1 + rides, cached=read, **meta, **sizes)
+        )
         read, inserted = read + 1 + rides, inserted + rides
     assert counter.products == expected
 
@@ -111,8 +130,12 @@ def test_generation_equals_the_counter(name: str, meta_every: int | None) -> Non
 def test_a_causal_kernel_needs_the_pairs_up_to_the_diagonal(length: int) -> None:
     sizes: dict[str, Any] = {"batch": 1, "length": length, "skips_masked": True}
     twin = forward_products(tiny("twin").config, **sizes)
-    pairs = sum(p.rows * p.columns for p in twin if p.inner == 12) / 6  # scores; three layers of two modules
-    assert length * length / 2 <= pairs <= length * (length + 1) / 2  # rounded down to a whole number a row
+    pairs = (
+        sum(p.rows * p.columns for p in twin if p.inner == 12) / 6
+    )  # scores; three layers of two modules
+    assert (
+        length * length / 2 <= pairs <= length * (length + 1) / 2
+    )  # rounded down to a whole number a row
     dense = forward_products(tiny("dense").config, **sizes, meta_tokens=1, dense=True)
     assert sum(p.rows * p.columns for p in dense if p.inner == 12) / 3 == pairs + length * length
 
@@ -120,10 +143,14 @@ def test_a_causal_kernel_needs_the_pairs_up_to_the_diagonal(length: int) -> None
 @MODELS
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("position_embedding", ["learned", "rope"])
-def test_weights_are_the_models_but_for_a_table_of_positions(name: str, bias: bool, position_embedding: str) -> None:
+def test_weights_are_the_models_but_for_a_table_of_positions(
+    name: str, bias: bool, position_embedding: str
+) -> None:
     model = tiny(name, bias=bias, position_embedding=position_embedding)
     table = model.config.max_position_embeddings * model.config.hidden_size
-    assert sum(weights(model.config)) == model.num_parameters() - table * (position_embedding == "learned")
+    assert sum(weights(model.config)) == model.num_parameters() - table * (
+        position_embedding == "learned"
+    )
 
 
 def test_the_papers_sizes() -> None:
@@ -142,7 +169,9 @@ def test_the_papers_sizes() -> None:
 
 @MODELS
 @pytest.mark.parametrize("meta_every", [None, 3])
-def test_decoding_reads_the_weights_it_runs_and_the_cache_it_sees(name: str, meta_every: int | None) -> None:
+def test_decoding_reads_the_weights_it_runs_and_the_cache_it_sees(
+    name: str, meta_every: int | None
+) -> None:
     model, ids = tiny(name, bias=True), batch([5, 5])
     ids[:, -1] = 1
     read = 0
@@ -158,7 +187,9 @@ def test_decoding_reads_the_weights_it_runs_and_the_cache_it_sees(name: str, met
 
     def see_second(layer: int, kwargs: dict[str, Any]) -> None:
         nonlocal read
-        if (second := kwargs["cache"].layers[layer].second) is not None:  # a second causal attention has layers
+        if (
+            second := kwargs["cache"].layers[layer].second
+        ) is not None:  # a second causal attention has layers
             read += second.keys.numel() + second.values.numel()
 
     with torch.inference_mode():
@@ -172,8 +203,21 @@ def test_decoding_reads_the_weights_it_runs_and_the_cache_it_sees(name: str, met
             block.second_attention.register_forward_pre_hook(
                 lambda module, args, kwargs, i=i: see_second(i, kwargs), with_kwargs=True
             )
-    options: dict[str, Any] = {"past_key_values": context, "max_new_tokens": 8, "meta_every": meta_every}
+    options: dict[str, Any] = {
+        "past_key_values": context,
+        "max_new_tokens": 8,
+        "meta_every": meta_every,
+    }
     model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    prompt: dict[str, Any] = {"batch": 2, "context": 19, "context_meta": int((ids[0] == META).sum())}
-    how: dict[str, Any] = {"new_tokens": 8, "meta_every": meta_every, "item_size": 4, "dense": name == "dense"}
+    prompt: dict[str, Any] = {
+        "batch": 2,
+        "context": 19,
+        "context_meta": int((ids[0] == META).sum()),
+    }
+    how: dict[str, Any] = {
+        "new_tokens": 8,
+        "meta_every": meta_every,
+        "item_size": 4,
+        "dense": name == "dense",
+    }
     assert decode_bytes(model.config, **prompt, **how) == 4 * read

@@ -22,11 +22,24 @@ def test_each_seed_has_the_stages_of_the_demo() -> None:
 
 
 def test_a_row_has_all_seeds_next_to_the_best_shortcut() -> None:
-    prompts: dict[str, Any] = {"task": "parity", "condition": "paper", "length": 128, "n": 10, "recipe": "demo"}
+    prompts: dict[str, Any] = {
+        "task": "parity",
+        "condition": "paper",
+        "length": 128,
+        "n": 10,
+        "recipe": "demo",
+    }
     measured = [
         Result(**prompts, metric="exact_match", model="meta", seed=0, value=0.9),
         Result(**prompts, metric="exact_match", model="meta", seed=1, value=0.8),
-        Result(**prompts, metric="exact_match", model="meta", seed=1, value=0.1, intervention="landmarks_alone"),
+        Result(
+            **prompts,
+            metric="exact_match",
+            model="meta",
+            seed=1,
+            value=0.1,
+            intervention="landmarks_alone",
+        ),
         Result(**prompts, metric="shortcut", model="the last bit", seed=2026, value=0.5),
         Result(**prompts, metric="shortcut", model="the first bit", seed=2026, value=0.4),
     ]

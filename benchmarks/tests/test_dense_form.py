@@ -44,11 +44,32 @@ def test_both_forms_are_one_function(size: str) -> None:
 
 
 def test_it_writes_a_line_for_each_comparison(tmp_path: Path) -> None:
-    sizes = ["--size", TINY[0], "--length", "32", "--new-tokens", "9", "--rounds", "2", "--threads", "1"]
-    line = [sys.executable, "-m", "benchmarks.dense_form", *sizes, "--out", str(tmp_path / "lines.jsonl")]
+    sizes = [
+        "--size",
+        TINY[0],
+        "--length",
+        "32",
+        "--new-tokens",
+        "9",
+        "--rounds",
+        "2",
+        "--threads",
+        "1",
+    ]
+    line = [
+        sys.executable,
+        "-m",
+        "benchmarks.dense_form",
+        *sizes,
+        "--out",
+        str(tmp_path / "lines.jsonl"),
+    ]
     done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    lines = [json.loads(one) for one in (tmp_path / "lines.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(one)
+        for one in (tmp_path / "lines.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert {one["task"] for one in lines} == set(TASKS)
     assert len(lines) == 9
     assert all(one["ratio"] > 0 and one["n"] == 2 for one in lines)

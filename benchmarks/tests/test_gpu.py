@@ -31,7 +31,14 @@ def test_it_measures_what_it_names(
     monkeypatch.setattr(gpu, "measurements", lambda device: [(name, [*arguments, "--no-memory"])])
     assert script.main() == 0
     train = read_lines(tmp_path / "out" / f"{name}.jsonl", Timing)
-    assert {one.model for one in train} == {"gpt2", "pause", "meta", "dense", "transformers", "gpt2-learned"}
+    assert {one.model for one in train} == {
+        "gpt2",
+        "pause",
+        "meta",
+        "dense",
+        "transformers",
+        "gpt2-learned",
+    }
     shown = capfd.readouterr().out
     assert "1 passed" in shown
     assert "left out" not in shown
@@ -44,9 +51,14 @@ def test_it_measures_what_it_names(
 def test_what_does_not_fit_or_fails_is_named(
     script: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu, "measurements", lambda device: [("broken", ["train", "--shape", "unknown"])])
+    monkeypatch.setattr(
+        gpu, "measurements", lambda device: [("broken", ["train", "--shape", "unknown"])]
+    )
     assert script.main() == 0
-    assert "left out: broken (CalledProcessError: metatokens: Invalid value for '--shape'" in capfd.readouterr().out
+    assert (
+        "left out: broken (CalledProcessError: metatokens: Invalid value for '--shape'"
+        in capfd.readouterr().out
+    )
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--minutes", "0"])
     monkeypatch.setattr(gpu, "measurements", lambda device: [("late", ["train"])])
     assert script.main() == 0

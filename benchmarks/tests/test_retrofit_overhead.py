@@ -7,11 +7,32 @@ from pathlib import Path
 
 
 def test_it_writes_a_line_for_each_comparison(tmp_path: Path) -> None:
-    sizes = ["--hidden", "64", "--layers", "1", "--length", "32", "--new-tokens", "9", "--rounds", "2"]
-    line = [sys.executable, "-m", "benchmarks.retrofit_overhead", *sizes, "--out", str(tmp_path / "lines.jsonl")]
+    sizes = [
+        "--hidden",
+        "64",
+        "--layers",
+        "1",
+        "--length",
+        "32",
+        "--new-tokens",
+        "9",
+        "--rounds",
+        "2",
+    ]
+    line = [
+        sys.executable,
+        "-m",
+        "benchmarks.retrofit_overhead",
+        *sizes,
+        "--out",
+        str(tmp_path / "lines.jsonl"),
+    ]
     done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    lines = [json.loads(one) for one in (tmp_path / "lines.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(one)
+        for one in (tmp_path / "lines.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert {(one["measured"], one["against"]) for one in lines} == {
         ("reading text", "base, reading"),
         ("reading, 1/8 meta-tokens", "base, reading"),
@@ -19,5 +40,7 @@ def test_it_writes_a_line_for_each_comparison(tmp_path: Path) -> None:
         ("generating, meta_every=8", "base, generating"),
     }
     # More is added to a tiny model than it had: 8 heads of 64 at a width of 64.
-    assert all(one["parameters"] - one["base_parameters"] == 4 * 64 * 512 + 64 + 64 for one in lines)
+    assert all(
+        one["parameters"] - one["base_parameters"] == 4 * 64 * 512 + 64 + 64 for one in lines
+    )
     assert all(one["ratio"] > 0 and one["n"] == 2 for one in lines)

@@ -106,13 +106,21 @@ def test_the_work_done_is_the_work_counted(benchmark: str, entry: Entry) -> None
     unit.prepare()
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         unit.work()
-    angles = [sum(c.values()) for name, c in counter.get_flop_counts().items() if name.endswith("rotary_emb")]
+    angles = [
+        sum(c.values())
+        for name, c in counter.get_flop_counts().items()
+        if name.endswith("rotary_emb")
+    ]
     assert counter.get_total_flops() - sum(angles) == unit.counted_flops
     assert unit.needed < unit.counted_flops
 
 
-@pytest.mark.parametrize("entry", [entry for heat in HEATS["decode"] for entry in heat], ids=lambda entry: entry.name)
-def test_decoding_starts_behind_the_context_and_writes_text(entry: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "entry", [entry for heat in HEATS["decode"] for entry in heat], ids=lambda entry: entry.name
+)
+def test_decoding_starts_behind_the_context_and_writes_text(
+    entry: Entry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     unit, passes = make_unit("decode", entry, TINY), []
     kind = DynamicLayer if entry.peer.startswith("transformers") else MetaTokenCacheLayer
     kind = StaticLayer if entry.static else kind
@@ -128,7 +136,11 @@ def test_decoding_starts_behind_the_context_and_writes_text(entry: Entry, monkey
     for _ in range(2):  # the second time as the first
         unit.prepare()
         assert unit.work().shape == (2, 32 + 21)
-        assert passes[::2] == passes[1::2] == [(new, 31 + sum(read[:text])) for text, new in enumerate(read)]
+        assert (
+            passes[::2]
+            == passes[1::2]
+            == [(new, 31 + sum(read[:text])) for text, new in enumerate(read)]
+        )
         passes.clear()
 
 
@@ -141,7 +153,8 @@ def test_products_are_the_baselines(benchmark: str) -> None:
     is_training = benchmark == "train"
     # A product with one row is computed for two, which is faster.
     products = [
-        product if is_training else dataclasses.replace(product, rows=max(2, product.rows)) for product in unit.products
+        product if is_training else dataclasses.replace(product, rows=max(2, product.rows))
+        for product in unit.products
     ]
     assert counter.get_total_flops() == flops(products, training=is_training) * unit.passes
     assert unit.passes == (21 if benchmark == "decode" else 1)
@@ -161,13 +174,21 @@ def trained() -> list[Timing]:
 
 
 def test_timings_are_the_rounds_summarised(trained: list[Timing]) -> None:
-    starts = [number for number, timing in enumerate(trained) if timing.model == timing.against]  # of heats
-    heats = [trained[start:end] for start, end in zip(starts, [*starts[1:], len(trained)], strict=True)]
-    for timing, by_name in ((one, {other.model: other for other in heat}) for heat in heats for one in heat):
+    starts = [
+        number for number, timing in enumerate(trained) if timing.model == timing.against
+    ]  # of heats
+    heats = [
+        trained[start:end] for start, end in zip(starts, [*starts[1:], len(trained)], strict=True)
+    ]
+    for timing, by_name in (
+        (one, {other.model: other for other in heat}) for heat in heats for one in heat
+    ):
         quartiles = statistics.quantiles(timing.rounds, n=4, method="inclusive")
         assert [timing.low, timing.seconds, timing.high] == pytest.approx(quartiles)
         pairs = zip(timing.rounds, by_name[timing.against].rounds, strict=True)
-        ratios = statistics.quantiles([own / other for own, other in pairs], n=4, method="inclusive")
+        ratios = statistics.quantiles(
+            [own / other for own, other in pairs], n=4, method="inclusive"
+        )
         assert [timing.ratio_low, timing.ratio, timing.ratio_high] == pytest.approx(ratios)
         assert timing.n == len(timing.rounds) == 2
         assert timing.over_products > 0  # how much more, no test can say on a busy machine
@@ -180,8 +201,12 @@ def test_what_is_compared_with_what(trained: list[Timing]) -> None:
     texts = {timing.model: timing.text_tokens for timing in trained}
     assert limits["gpt2", "gpt2"] == 1
     assert limits["pause", "gpt2"] < 1 < limits["meta", "pause"] < limits["twin", "gpt2"]
-    assert limits["meta", "gpt2"] == pytest.approx(limits["meta", "pause"] * limits["pause", "gpt2"])
-    assert limits["dense", "gpt2"] == pytest.approx(limits["dense", "meta"] * limits["meta", "gpt2"])
+    assert limits["meta", "gpt2"] == pytest.approx(
+        limits["meta", "pause"] * limits["pause", "gpt2"]
+    )
+    assert limits["dense", "gpt2"] == pytest.approx(
+        limits["dense", "meta"] * limits["meta", "gpt2"]
+    )
     assert limits["gpt2-learned", "transformers"] == 1
     assert texts["gpt2"] == texts["transformers"] == 64
     assert texts["meta"] == texts["dense"] == texts["pause"] == 58  # 2 x (32 - 3)
@@ -197,7 +222,9 @@ def test_what_is_compared_with_what(trained: list[Timing]) -> None:
 @pytest.mark.parametrize("benchmark", ["answers", "prefill", "decode"])
 def test_benchmarks_run(benchmark: str) -> None:
     seen: list[tuple[int, int]] = []
-    timings = run(benchmark, TINY, memory=False, progress=lambda done, total, _: seen.append((done, total)))
+    timings = run(
+        benchmark, TINY, memory=False, progress=lambda done, total, _: seen.append((done, total))
+    )
     heats = HEATS[benchmark]
     assert seen == [(done, 3 * len(heats)) for done in range(1, 3 * len(heats) + 1)]
     assert {timing.model for timing in timings} == {entry.name for heat in heats for entry in heat}
@@ -214,7 +241,9 @@ def test_only_chosen_contestants_take_part_and_their_baseline() -> None:
         ("transformers", "transformers"),
         ("gpt2-learned", "transformers"),
     ]
-    with pytest.raises(UserError, match="'bert' takes no part in the benchmark answers; these do: full logits; "):
+    with pytest.raises(
+        UserError, match="'bert' takes no part in the benchmark answers; these do: full logits; "
+    ):
         run("answers", TINY, models=["bert"])
 
 
@@ -225,13 +254,18 @@ def test_cost_against_length(tmp_path: Path) -> None:
         (length, model) for length in (16, 32) for model in ("gpt2", "meta", "dense", "dense")
     ]
     draw(timings, tmp_path / "seconds.png")
-    draw([timing.model_copy(update={"memory": 1_000_000}) for timing in timings], tmp_path / "both.png")
+    draw(
+        [timing.model_copy(update={"memory": 1_000_000}) for timing in timings],
+        tmp_path / "both.png",
+    )
     seconds, both = imread(tmp_path / "seconds.png"), imread(tmp_path / "both.png")
     assert seconds.std() > 0 < both.std()
     assert both.shape[1] > seconds.shape[1]  # a panel more
 
 
-def test_the_command_prints_timings_and_draws_them(metatokens: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_command_prints_timings_and_draws_them(
+    metatokens: Callable[..., Any], tmp_path: Path
+) -> None:
     line = "train --shape tiny --lengths 32 --rounds 2 --warmup 1 --threads 1 --no-memory --contestant meta"
     status, output, error = metatokens(f"{line} --figure {tmp_path}/ratios.png --json", app)
     assert status == 0
@@ -250,7 +284,10 @@ def test_the_command_prints_timings_and_draws_them(metatokens: Callable[..., Any
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("speed", "'speed' is not one of 'train', 'answers', 'prefill', 'decode', 'length', 'compile', 'data'"),
+        (
+            "speed",
+            "'speed' is not one of 'train', 'answers', 'prefill', 'decode', 'length', 'compile', 'data'",
+        ),
         ("train --shape huge", "'huge' is not one of 'tiny', 'demo'"),
         ("train --lengths 32,64", "the benchmark train takes one length"),
         ("train --contestant bert", "'bert' takes no part in the benchmark train"),
@@ -276,7 +313,10 @@ def test_table_and_figure(trained: list[Timing], tmp_path: Path) -> None:
     narrow = io.StringIO()
     Console(width=80, file=narrow).print(table(trained, 80))
     for timing in dense:
-        assert f"{timing.ratio:.3f} [{timing.ratio_low:.3f}, {timing.ratio_high:.3f}]" in narrow.getvalue()
+        assert (
+            f"{timing.ratio:.3f} [{timing.ratio_low:.3f}, {timing.ratio_high:.3f}]"
+            in narrow.getvalue()
+        )
     assert "dense / " in narrow.getvalue()
     assert "…" not in narrow.getvalue()
     draw(trained, tmp_path / "train.png")
@@ -285,7 +325,9 @@ def test_table_and_figure(trained: list[Timing], tmp_path: Path) -> None:
         draw(trained, tmp_path / "nowhere" / "train.png")
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is measured on Linux alone")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="peak memory is measured on Linux alone"
+)
 def test_peak_memory_is_that_of_what_backward_needs() -> None:
     setting = Setting(shape="demo", length=1024, batch=2, threads=1)
     entry = HEATS["train"][0][0]
@@ -317,9 +359,13 @@ def test_a_setting_that_cannot_be_run(fields: dict[str, Any], sentence: str) -> 
 
 
 @pytest.mark.parametrize("benchmark", ["train", "prefill"])
-def test_models_are_compiled_where_the_setting_says_so(benchmark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_are_compiled_where_the_setting_says_so(
+    benchmark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiled: list[Any] = []
-    monkeypatch.setattr(torch, "compile", lambda function, *_, **__: compiled.append(function) or function)
+    monkeypatch.setattr(
+        torch, "compile", lambda function, *_, **__: compiled.append(function) or function
+    )
     entry = HEATS[benchmark][0][1]
     make_unit(benchmark, entry, TINY).work()
     assert compiled == []
@@ -330,8 +376,15 @@ def test_models_are_compiled_where_the_setting_says_so(benchmark: str, monkeypat
 @pytest.mark.usefixtures("once")
 def test_compiled_models_race_those_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
-    monkeypatch.setattr(torch, "compile", lambda function, *_, **__: compiled.append(function) or function)
-    timings = run("compile", TINY, models=["meta, compiled", "transformers", "transformers, compiled"], memory=False)
+    monkeypatch.setattr(
+        torch, "compile", lambda function, *_, **__: compiled.append(function) or function
+    )
+    timings = run(
+        "compile",
+        TINY,
+        models=["meta, compiled", "transformers", "transformers, compiled"],
+        memory=False,
+    )
     assert [(timing.model, timing.against, timing.compiled) for timing in timings] == [
         ("meta", "meta", False),
         ("meta, compiled", "meta", True),
@@ -343,9 +396,17 @@ def test_compiled_models_race_those_that_are_not(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("ratio", "words"), [(0.5, "120"), (1.25, "never")])
-def test_steps_after_which_a_slow_first_one_has_paid(trained: list[Timing], ratio: float, words: str) -> None:
-    as_it_is = trained[0].model_copy(update={"benchmark": "compile", "model": "a", "against": "a", "first": 10.0})
-    times = {"first": 70.0, "seconds": 0.5, "ratio": ratio}  # at 0.5, 60 s are made up for by 0.5 s a step
+def test_steps_after_which_a_slow_first_one_has_paid(
+    trained: list[Timing], ratio: float, words: str
+) -> None:
+    as_it_is = trained[0].model_copy(
+        update={"benchmark": "compile", "model": "a", "against": "a", "first": 10.0}
+    )
+    times = {
+        "first": 70.0,
+        "seconds": 0.5,
+        "ratio": ratio,
+    }  # at 0.5, 60 s are made up for by 0.5 s a step
     compiled = as_it_is.model_copy(update=times | {"model": "b"})
     text = io.StringIO()
     Console(width=250, file=text).print(table([as_it_is, compiled], 250))

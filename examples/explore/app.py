@@ -78,7 +78,10 @@ class Explorer:
         self.models: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]] = {}
         for given in models:
             folder = fetch_model(given)
-            self.models[str(given)] = load_model(folder, None, **placing), load_tokenizer(str(folder))
+            self.models[str(given)] = (
+                load_model(folder, None, **placing),
+                load_tokenizer(str(folder)),
+            )
         self._lock = Lock()
         self._documents = {task: documents_for(task, "builtin") for task in TASKS}
 
@@ -106,14 +109,20 @@ class Explorer:
             UserError: if the prompt is empty, longer than 512 tokens, or to be covered and has no question.
         """
         with self._lock:
-            return {name: self._answer(*pair, text, is_covered) for name, pair in self.models.items()}
+            return {
+                name: self._answer(*pair, text, is_covered) for name, pair in self.models.items()
+            }
 
     @staticmethod
-    def _answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, is_covered: bool) -> Answer:
+    def _answer(
+        model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, is_covered: bool
+    ) -> Answer:
         ids = prompt_ids(model, tokenizer, text, MARKER.strip(), MAX_TOKENS)
         seen = observe(model, ids, mask=cover(model, tokenizer, ids) if is_covered else None)
         best = likeliest(model, seen.logits[-1])
-        shown, next_ones = ([readable(tokenizer.decode([one])) for one in of.tolist()] for of in (ids, best.ids))
+        shown, next_ones = (
+            [readable(tokenizer.decode([one])) for one in of.tolist()] for of in (ids, best.ids)
+        )
         return Answer(shown, seen, dict(zip(next_ones, best.probabilities.tolist(), strict=True)))
 
     def spans(self, text: str) -> list[tuple[str, str | None]]:
@@ -131,7 +140,10 @@ class Explorer:
         """The prompt after a click on one of its spans, which adds or removes a meta-token; a text token stays."""
         spans = self.spans(text)
         runs = [token for _, ids in self._runs(text) for token in ids]
-        meta, place = meta_token_id(self.tokenizer), sum(label != "gap" for _, label in spans[:index])
+        meta, place = (
+            meta_token_id(self.tokenizer),
+            sum(label != "gap" for _, label in spans[:index]),
+        )
         kind = spans[index][1]
         if kind == "meta-token":
             del runs[place]
@@ -144,8 +156,13 @@ class Explorer:
 
     def _runs(self, text: str) -> list[tuple[bool, list[int]]]:
         """Runs of meta-tokens and of text, in turn."""
-        ids = encode_prompt(self.tokenizer, text, MARKER.strip())[len(beginning_of(self.tokenizer)) :]
-        return [(is_meta, list(run)) for is_meta, run in groupby(ids, meta_token_id(self.tokenizer).__eq__)]
+        ids = encode_prompt(self.tokenizer, text, MARKER.strip())[
+            len(beginning_of(self.tokenizer)) :
+        ]
+        return [
+            (is_meta, list(run))
+            for is_meta, run in groupby(ids, meta_token_id(self.tokenizer).__eq__)
+        ]
 
 
 def heat_map(weights: Tensor, labels: Sequence[str], title: str) -> graph_objects.Figure:
@@ -157,9 +174,14 @@ def heat_map(weights: Tensor, labels: Sequence[str], title: str) -> graph_object
         hovertemplate="query %{customdata[0]}<br>key %{customdata[1]}<br>weight %{text:.3f}<extra></extra>",
     )  # fmt: skip
     figure = graph_objects.Figure(trace)
-    figure.update_layout(title=title, height=340, margin={"l": 40, "r": 8, "t": 36, "b": 36}, template="plotly_white")
+    figure.update_layout(
+        title=title, height=340, margin={"l": 40, "r": 8, "t": 36, "b": 36}, template="plotly_white"
+    )
     if len(labels) <= _FEW:  # where Plotly's own would be at halves, and each row can be named
-        ticks = {"tickvals": [*range(len(labels))], "ticktext": [label.partition(" ")[0] for label in labels]}
+        ticks = {
+            "tickvals": [*range(len(labels))],
+            "ticktext": [label.partition(" ")[0] for label in labels],
+        }
         figure.update_xaxes(ticks).update_yaxes(ticks)
     return figure.update_yaxes(autorange="reversed", title="query").update_xaxes(title="key")
 
@@ -195,13 +217,17 @@ def build(models: Sequence[Path], **placing: str | None) -> gradio.Blocks:
         gradio.Markdown(INTRODUCTION)
         with gradio.Row():
             task = gradio.Dropdown(list(TASKS), value="list_recall", label="Task")
-            condition = gradio.Dropdown(list(_CONDITIONS), value="paper", label="Meta-tokens as in condition")
+            condition = gradio.Dropdown(
+                list(_CONDITIONS), value="paper", label="Meta-tokens as in condition"
+            )
             another = gradio.Button("New example", elem_id="another")
         text = gradio.Textbox(label="Prompt", lines=6, max_lines=12, elem_id="prompt")
         with gradio.Row():
             ask = gradio.Button("Ask", variant="primary", elem_id="ask")
             is_covered = gradio.Checkbox(label="Cover the text", elem_id="cover")
-            right = gradio.Textbox(label="Right answer of this example", interactive=False, elem_id="right")
+            right = gradio.Textbox(
+                label="Right answer of this example", interactive=False, elem_id="right"
+            )
         note = gradio.Markdown(elem_id="note")
         tokens = gradio.HighlightedText(
             label="Click between tokens", elem_id="tokens", show_inline_category=False, combine_adjacent=False,
@@ -215,7 +241,11 @@ def build(models: Sequence[Path], **placing: str | None) -> gradio.Blocks:
             for number, name in enumerate(explorer.models):
                 with gradio.Column(min_width=300):
                     gradio.Markdown(f"### {name}", elem_id=f"model-{number}")
-                    outputs.append(gradio.Label(label="Next token", num_top_classes=5, elem_id=f"answer-{number}"))
+                    outputs.append(
+                        gradio.Label(
+                            label="Next token", num_top_classes=5, elem_id=f"answer-{number}"
+                        )
+                    )
                     outputs += [gradio.Plot(label="Attention"), gradio.Plot(label="Attention")]
         asked: dict[str, Any] = {
             "fn": shown, "inputs": [text, is_covered, layer, head], "outputs": outputs,
@@ -224,7 +254,11 @@ def build(models: Sequence[Path], **placing: str | None) -> gradio.Blocks:
         gradio.on([ask.click, text.submit, is_covered.change, layer.change, head.change], **asked)
 
         # The answers to the last example do not belong to a prompt that is being typed.
-        typed: dict[str, Any] = {"outputs": [right, note], "show_progress": "hidden", "trigger_mode": "always_last"}
+        typed: dict[str, Any] = {
+            "outputs": [right, note],
+            "show_progress": "hidden",
+            "trigger_mode": "always_last",
+        }
         text.input(lambda: ("", CHANGED), **typed)
 
         def example(task: str, condition: str) -> tuple[str, str]:
@@ -233,7 +267,11 @@ def build(models: Sequence[Path], **placing: str | None) -> gradio.Blocks:
             except UserError as error:
                 raise gradio.Error(str(error), print_exception=False) from error
 
-        drawn: dict[str, Any] = {"fn": example, "inputs": [task, condition], "outputs": [text, right]}
+        drawn: dict[str, Any] = {
+            "fn": example,
+            "inputs": [task, condition],
+            "outputs": [text, right],
+        }
         gradio.on([another.click, task.change, condition.change, page.load], **drawn).then(**asked)
 
         def toggle(text: str, event: gradio.SelectData) -> str:
@@ -253,14 +291,18 @@ def serve(page: gradio.Blocks, port: int | None = None) -> str:
     Raises:
         UserError: if the port is taken.
     """
-    theme = gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
+    theme = gradio.themes.Default(
+        font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
+    )
     try:
         _, address, _ = page.launch(
             server_port=port, prevent_thread_lock=True, quiet=True, share=False, footer_links=[], theme=theme,
             run_history=False,
         )  # fmt: skip
     except OSError as error:
-        raise UserError(f"port {port} is taken; give another." if port else "no port is free.") from error
+        raise UserError(
+            f"port {port} is taken; give another." if port else "no port is free."
+        ) from error
     return str(address)
 
 
@@ -272,18 +314,25 @@ def _plot(told: Answer, module: str, layer: int, head: str | int) -> Any:
     weights = inputs.weights()
     chosen = weights.mean(dim=0) if head == MEAN else weights[min(int(head), len(weights) - 1)]
     labels = [f"{position} {told.tokens[position]}" for position in inputs.positions.tolist()]
-    second = "Second attention" if len(labels) == len(told.tokens) else "Meta-attention"  # of meta-tokens alone
+    second = (
+        "Second attention" if len(labels) == len(told.tokens) else "Meta-attention"
+    )  # of meta-tokens alone
     title = "Causal attention" if module == "attention" else second
     return gradio.Plot(heat_map(chosen, labels, title), label=title, visible=True)
 
 
 def explore(
     models: Annotated[
-        list[Path], typer.Option("--model", metavar="DIR|hf:NAME", help="A model; repeatable, to compare several.")
+        list[Path],
+        typer.Option(
+            "--model", metavar="DIR|hf:NAME", help="A model; repeatable, to compare several."
+        ),
     ] = [Path("example")],  # noqa: B006  (typer reads it)
     device: Device = None,
     dtype: Dtype = None,
-    port: Annotated[int | None, typer.Option(metavar="PORT", help="Port; by default the first free one.")] = None,
+    port: Annotated[
+        int | None, typer.Option(metavar="PORT", help="Port; by default the first free one.")
+    ] = None,
 ) -> None:
     """Serve a page where you can try prompts with meta-tokens."""
     page = build(models, device=device, dtype=dtype)

@@ -51,13 +51,27 @@ class LongContextData:
         UserError: if the task is unknown, or the haystack is too short for tests.
     """
 
-    def __init__(self, task: str, *, tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], seed: int = 0):
+    def __init__(
+        self,
+        task: str,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        documents: Sequence[str],
+        seed: int = 0,
+    ):
         if task not in LONG_CONTEXT_TASKS:
-            raise UserError(f"unknown task {task!r}; the tasks are {', '.join(LONG_CONTEXT_TASKS)}.")
+            raise UserError(
+                f"unknown task {task!r}; the tasks are {', '.join(LONG_CONTEXT_TASKS)}."
+            )
         self._task, self._seed, self._encoder = task, seed, SegmentEncoder(tokenizer)
-        sentences = [" ".join(found.split()) for text in documents for found in _SENTENCE.findall(text)]
+        sentences = [
+            " ".join(found.split()) for text in documents for found in _SENTENCE.findall(text)
+        ]
         start = int(len(sentences) * TRAIN_SHARE)
-        self._sentences: dict[Split, list[str]] = {"train": sentences[:start], "test": sentences[start:]}
+        self._sentences: dict[Split, list[str]] = {
+            "train": sentences[:start],
+            "test": sentences[start:],
+        }
         self._sizes = {
             split: [len(self._encoder.encode_text(f" {one}", True)) + 1 for one in own]
             for split, own in self._sentences.items()
@@ -69,10 +83,16 @@ class LongContextData:
         Raises:
             UserError: if the length is too short for the question, or the haystack for the length.
         """
-        generator = np.random.default_rng([self._seed, index, stable_hash(f"{self._task} {split} {length}")])
-        hidden, question, answer = {"needle": _needles, "variable_tracking": _chains}[self._task](generator)
+        generator = np.random.default_rng(
+            [self._seed, index, stable_hash(f"{self._task} {split} {length}")]
+        )
+        hidden, question, answer = {"needle": _needles, "variable_tracking": _chains}[self._task](
+            generator
+        )
         asked = f"\nQ: {question}"
-        room = length - sum(len(self._encoder.encode_text(f" {one}", True)) + 1 for one in [*hidden, asked])
+        room = length - sum(
+            len(self._encoder.encode_text(f" {one}", True)) + 1 for one in [*hidden, asked]
+        )
         sentences, sizes = self._sentences[split], self._sizes[split]
         if room < 0 or sum(sizes) < room:
             raise UserError(
@@ -87,12 +107,20 @@ class LongContextData:
             elif room < _SHORTEST:
                 break
         places = sorted(generator.integers(len(lines) + 1, size=len(hidden)).tolist(), reverse=True)
-        for place, sentence in zip(places, reversed(hidden), strict=True):  # last first, so that places stay valid
+        for place, sentence in zip(
+            places, reversed(hidden), strict=True
+        ):  # last first, so that places stay valid
             lines.insert(place, sentence)
         first, *others = lines
         segments = [first, *(f" {line}" for line in others), asked, ""]
         return encode_example(
-            self._encoder, segments, answer, task=self._task, seed=self._seed, index=index, split=split
+            self._encoder,
+            segments,
+            answer,
+            task=self._task,
+            seed=self._seed,
+            index=index,
+            split=split,
         )
 
 
@@ -100,7 +128,10 @@ def _needles(generator: np.random.Generator) -> tuple[list[str], str, str]:
     things = [_THINGS[i] for i in generator.permutation(len(_THINGS))[:NEEDLES]]
     numbers = generator.permutation(np.arange(1_000, 10_000))[:NEEDLES].tolist()
     asked = int(generator.integers(NEEDLES))
-    hidden = [f"The number of the {thing} is {number}." for thing, number in zip(things, numbers, strict=True)]
+    hidden = [
+        f"The number of the {thing} is {number}."
+        for thing, number in zip(things, numbers, strict=True)
+    ]
     return hidden, f"What is the number of the {things[asked]}?", f" {numbers[asked]}"
 
 

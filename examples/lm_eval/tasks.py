@@ -39,18 +39,30 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def write(
     model: Annotated[
         Path,
-        typer.Option(metavar="DIR|hf:NAME", callback=fetched, help="The model to be measured, for its tokenizer."),
+        typer.Option(
+            metavar="DIR|hf:NAME",
+            callback=fetched,
+            help="The model to be measured, for its tokenizer.",
+        ),
     ],
     out: Out,
     tasks: Annotated[
-        str, typer.Option(metavar="TASK,...", help="The four tasks, needle and variable_tracking; by default all.")
+        str,
+        typer.Option(
+            metavar="TASK,...", help="The four tasks, needle and variable_tracking; by default all."
+        ),
     ] = ",".join(HARNESS_TASKS),
-    lengths: Annotated[str, typer.Option(metavar=SEVERAL, help="Longest prompts in tokens.")] = "128,256,512,1024",
+    lengths: Annotated[
+        str, typer.Option(metavar=SEVERAL, help="Longest prompts in tokens.")
+    ] = "128,256,512,1024",
     condition: Condition = "paper",
     n: Annotated[int, typer.Option("-n", metavar="N", min=1, help="Prompts per length.")] = 500,
     corpus: Annotated[
         str,
-        typer.Option(metavar="CORPUS", help=f"Text for copying, and to hide needles and variables in: {CORPUS}."),
+        typer.Option(
+            metavar="CORPUS",
+            help=f"Text for copying, and to hide needles and variables in: {CORPUS}.",
+        ),
     ] = "builtin",
     train: Annotated[
         int,
@@ -117,23 +129,33 @@ def write_harness_tasks(
         if task in LONG_CONTEXT_TASKS:
             source = LongContextData(task, tokenizer=tokenizer, documents=documents, seed=TEST_SEED)
             for length in lengths:
-                drawn[f"{GROUP}_{task}_{length}"] = [source.example(index, length, "test") for index in range(n)]
+                drawn[f"{GROUP}_{task}_{length}"] = [
+                    source.example(index, length, "test") for index in range(n)
+                ]
             if train:
-                records[f"{task}_train"] = [source.example(index, lengths[0], "train") for index in range(train)]
+                records[f"{task}_train"] = [
+                    source.example(index, lengths[0], "train") for index in range(train)
+                ]
         else:
             for length in lengths:
                 drawn[f"{GROUP}_{task}_{condition}_{length}"] = draw_test_examples(
                     task, length, n, tokenizer, condition=condition, documents=documents
                 )
     for name, examples in drawn.items():
-        if any(example.prompt.count(MARKER.strip()) != len(example.markers) for example in examples):
-            raise UserError(f"a prompt of {name} holds {MARKER.strip()} as text; give another corpus.")
+        if any(
+            example.prompt.count(MARKER.strip()) != len(example.markers) for example in examples
+        ):
+            raise UserError(
+                f"a prompt of {name} holds {MARKER.strip()} as text; give another corpus."
+            )
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, examples in records.items():
             _write_lines(out / f"{name}.jsonl", [example.to_record() for example in examples])
         for name, examples in drawn.items():
-            rows = [{"prompt": example.prompt, "completion": example.completion} for example in examples]
+            rows = [
+                {"prompt": example.prompt, "completion": example.completion} for example in examples
+            ]
             _write_lines(out / f"{name}.jsonl", rows)
             _write_yaml(out / f"{name}.yaml", _description(name, out / f"{name}.jsonl", examples))
         _write_yaml(out / f"{GROUP}.yaml", {"group": GROUP, "task": list(drawn)})
@@ -156,9 +178,15 @@ def _description(name: str, data: Path, examples: Sequence[Example]) -> dict[str
         "generation_kwargs": {
             "until": [],
             "do_sample": False,
-            "max_gen_toks": 1 + max(len(example.input_ids) - example.answer_start for example in examples),
+            "max_gen_toks": 1
+            + max(len(example.input_ids) - example.answer_start for example in examples),
         },
-        "filter_list": [{"name": "trimmed", "filter": [{"function": "remove_whitespace"}, {"function": "take_first"}]}],
+        "filter_list": [
+            {
+                "name": "trimmed",
+                "filter": [{"function": "remove_whitespace"}, {"function": "take_first"}],
+            }
+        ],
         "metric_list": [{"metric": "exact_match"}],
         "metadata": {"version": 1},
     }

@@ -49,12 +49,19 @@ def test_answers_are_those_of_look(folders: list[Path]) -> None:
         answers = Explorer(folders).ask(PROMPT, is_covered=is_covered)
         assert list(answers) == [str(folder) for folder in folders]
         for folder in folders:
-            expected = look(load_model(folder), load_tokenizer(str(folder)), PROMPT, "_PAUSE_").answers[title]
+            expected = look(
+                load_model(folder), load_tokenizer(str(folder)), PROMPT, "_PAUSE_"
+            ).answers[title]
             told = list(answers[str(folder)].probabilities.values())
-            assert all(abs(a - b) < 1e-6 for a, b in zip(told, expected.probabilities.tolist(), strict=True))
+            assert all(
+                abs(a - b) < 1e-6
+                for a, b in zip(told, expected.probabilities.tolist(), strict=True)
+            )
 
 
-def test_a_click_between_tokens_sets_a_meta_token_and_one_on_it_takes_it_away(folders: list[Path]) -> None:
+def test_a_click_between_tokens_sets_a_meta_token_and_one_on_it_takes_it_away(
+    folders: list[Path],
+) -> None:
     explorer = Explorer(folders[:1])
     tokenizer = explorer.tokenizer
     ids = encode_prompt(tokenizer, PROMPT, "_PAUSE_")
@@ -65,7 +72,9 @@ def test_a_click_between_tokens_sets_a_meta_token_and_one_on_it_takes_it_away(fo
             continue
         more = 1 if shown == GAP else -1
         assert len(changed) == len(ids) + more
-        assert [token for token in changed if token in set(ids)].count(ids[-1]) == ids.count(ids[-1]) + more
+        assert [token for token in changed if token in set(ids)].count(ids[-1]) == ids.count(
+            ids[-1]
+        ) + more
         back = explorer.spans(explorer.toggled(PROMPT, index))
         assert sum(shown == META for shown, _ in back) == 2 + more
     assert sum(shown == META for shown, _ in explorer.spans(PROMPT)) == 2
@@ -94,7 +103,9 @@ def test_users_at_once_get_their_own_answers(folders: list[Path]) -> None:
 
 def test_the_script_serves_the_bundled_model_by_default() -> None:
     script = Path(__file__).parents[1] / "explore/app.py"
-    with subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, str(script)], stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("page: http://127.0.0.1:")
         process.terminate()
@@ -128,7 +139,9 @@ def ask(page: Any, text: str) -> None:
     page.locator("#ask").click()
 
 
-def test_a_meta_token_that_is_set_by_a_click_changes_the_answer(page: Any, folders: list[Path]) -> None:
+def test_a_meta_token_that_is_set_by_a_click_changes_the_answer(
+    page: Any, folders: list[Path]
+) -> None:
     ask(page, "Birds: swan owl duck")
     tokens = page.locator("#tokens .token")
     page.locator("#tokens .token", has_text=META).first.wait_for(state="detached")
@@ -138,7 +151,9 @@ def test_a_meta_token_that_is_set_by_a_click_changes_the_answer(page: Any, folde
     text = page.locator("#prompt textarea").input_value()
     assert text.count("_PAUSE_") == 1
     assert text.replace(" _PAUSE_", "") == "Birds: swan owl duck"
-    page.wait_for_function("before => document.querySelector('#answer-0').innerText !== before", arg=before)
+    page.wait_for_function(
+        "before => document.querySelector('#answer-0').innerText !== before", arg=before
+    )
     (expected,) = list(Explorer(folders[:1]).ask(text).values())
     assert next(iter(expected.probabilities)).strip() in answer(page)
 
@@ -172,7 +187,9 @@ def test_nothing_is_wider_than_the_screen(page: Any, width: int) -> None:
 def test_an_example_brings_its_answer(page: Any) -> None:
     ask(page, "owl")
     page.locator("#another").click()
-    page.wait_for_function("document.querySelector('#prompt textarea').value.includes('Q: What is item')")
+    page.wait_for_function(
+        "document.querySelector('#prompt textarea').value.includes('Q: What is item')"
+    )
     page.wait_for_function("document.querySelector('#tokens').innerText.includes('item')")
     right = page.locator("#right textarea, #right input").input_value()
     assert right in page.locator("#prompt textarea").input_value().split()
@@ -193,6 +210,8 @@ def test_no_prompt_is_kept_in_the_browser(page: Any, folders: list[Path]) -> Non
     text = "owl owl owl owl"
     ask(page, text)
     spans = len(Explorer(folders[:1]).spans(text))
-    page.wait_for_function("count => document.querySelectorAll('#tokens .token').length === count", arg=spans)
+    page.wait_for_function(
+        "count => document.querySelectorAll('#tokens .token').length === count", arg=spans
+    )
     page.wait_for_timeout(500)
     assert [kept for kept in page.evaluate("Object.values(localStorage)") if text in kept] == []

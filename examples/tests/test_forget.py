@@ -24,24 +24,40 @@ from metatokens.tasks.curriculum import task_texts
 from results.forget import layers as blocks
 from results.forget import run, speed, texts
 
-pytestmark = pytest.mark.filterwarnings("ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's
-SENTENCES = "He came home, and ate. She read a long book; it rained all day! Was it late? They slept.\n\n"
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning"
+)  # PEFT's
+SENTENCES = (
+    "He came home, and ate. She read a long book; it rained all day! Was it late? They slept.\n\n"
+)
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("forget")
-    facts = [texts.FACT.format(*pair) for pair in zip(texts.CITIES.split() * 6, texts.WORDS, strict=False)]
+    facts = [
+        texts.FACT.format(*pair)
+        for pair in zip(texts.CITIES.split() * 6, texts.WORDS, strict=False)
+    ]
     with gzip.open(folder / "novel.txt.gz", "wt") as file:
         file.write("".join(f"On day {day} {SENTENCES}" for day in range(400)))
     corpus = [SENTENCES * 5, "".join(facts), texts.QUESTION]
     tokenizer = load_tokenizer("train:700", corpus=corpus, extra_texts=task_texts())
     tokenizer.pad_token = tokenizer.eos_token
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+    }
     torch.manual_seed(0)
-    plain = LlamaForCausalLM(LlamaConfig(vocab_size=704, num_key_value_heads=1, head_dim=16, **sizes))
+    plain = LlamaForCausalLM(
+        LlamaConfig(vocab_size=704, num_key_value_heads=1, head_dim=16, **sizes)
+    )
     for name, chosen in (("base-meta", None), ("base-tokens", [])):
-        model = add_meta_attention(copy.deepcopy(plain), tokenizer, heads=2, head_size=8, layers=chosen)
+        model = add_meta_attention(
+            copy.deepcopy(plain), tokenizer, heads=2, head_size=8, layers=chosen
+        )
         (folder / name).mkdir()
         save_model(model, tokenizer, folder / name)
     return folder
@@ -96,17 +112,37 @@ def test_facts_are_asked_for_and_no_test_fact_is_trained(base: Path) -> None:
 @pytest.mark.parametrize("form", texts.FORMS)
 def test_facts_of_other_forms_are_in_their_texts(form: str, base: Path) -> None:
     tokenizer, (cities, fact, asks) = load_tokenizer(str(base / "base-tokens")), texts.FORMS[form]
-    ((ids, questions),) = texts.Texts(tokenizer, [str(base / "novel.txt.gz")]).tests(8, 500, 80, form)
+    ((ids, questions),) = texts.Texts(tokenizer, [str(base / "novel.txt.gz")]).tests(
+        8, 500, 80, form
+    )
     asked = {tokenizer.decode(question): tokenizer.decode(answer) for question, answer in questions}
-    answered = {city: asked[asks.format(city)] for city in cities.split() if asks.format(city) in asked}
+    answered = {
+        city: asked[asks.format(city)] for city in cities.split() if asks.format(city) in asked
+    }
     assert len(answered) == 8
-    assert all(tokenizer.decode(ids).count(fact.format(city, word[1:])) == 1 for city, word in answered.items())
+    assert all(
+        tokenizer.decode(ids).count(fact.format(city, word[1:])) == 1
+        for city, word in answered.items()
+    )
     assert (cities == texts.CITIES) or not set(cities.split()) & set(texts.CITIES.split())
 
 
-def test_the_whole_path(base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_the_whole_path(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     novel, out = str(base / "novel.txt.gz"), base
-    sizes = ["--steps", "2", "--length", "256", "--beyond", "80", "--excerpts", "2", "--prompts", "1"]
+    sizes = [
+        "--steps",
+        "2",
+        "--length",
+        "256",
+        "--beyond",
+        "80",
+        "--excerpts",
+        "2",
+        "--prompts",
+        "1",
+    ]
     line = ["run", "--train", novel, "--held-out", novel, "--out", str(out), *sizes]
     monkeypatch.setattr(sys, "argv", [*line, "--facts", "256:8", "--device", "cpu"])
     few = [run.Arm("full", 1, 0), run.Arm("separators", 8, 2), run.Arm("meta", 8, 2, teacher=True)]
@@ -126,7 +162,9 @@ def test_the_whole_path(base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert {(one.model, one.metric) for one in lines} == {
         (arm.name, metric) for arm in few for metric in ("perplexity", "exact_match")
     }
-    assert [one.kv_kept for one in lines if one.model == "full"] == [1.0] * (7 + len(texts.FORMS) - 1)
+    assert [one.kv_kept for one in lines if one.model == "full"] == [1.0] * (
+        7 + len(texts.FORMS) - 1
+    )
     prose = {one.model: one for one in lines if one.text is not None}
     assert max(prose["separators"].kv_kept, prose["meta"].kv_kept) < 0.2
     half = prose["window"]  # a third of 256 tokens, and 64 in each of the other two blocks
@@ -135,16 +173,34 @@ def test_the_whole_path(base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     run.main()  # finds everything done
     assert (out / "results.jsonl.gz").read_bytes() == written
     capsys.readouterr()
-    line = ["speed", "--out", str(out), "--text", novel, "--lengths", "600", "--rounds", "1", "--device", "cpu"]
+    line = [
+        "speed",
+        "--out",
+        str(out),
+        "--text",
+        novel,
+        "--lengths",
+        "600",
+        "--rounds",
+        "1",
+        "--device",
+        "cpu",
+    ]
     monkeypatch.setattr(sys, "argv", line)
     monkeypatch.setitem(speed.CONTESTANTS, "blocks", ("base-tokens", 28, None, (1,)))
     speed.main()
     found = {one["model"]: one for one in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert found["full"]["cache_bytes"] == (600 + 31) * 2 * 3 * 16 * 2  # entries, keys and values, layers, width, bytes
+    assert (
+        found["full"]["cache_bytes"] == (600 + 31) * 2 * 3 * 16 * 2
+    )  # entries, keys and values, layers, width, bytes
     assert found["tokens"]["cache_bytes"] < found["full"]["cache_bytes"]
     assert 1 / 3 < found["blocks"]["cache_bytes"] / found["full"]["cache_bytes"] < 0.5
     capsys.readouterr()
-    monkeypatch.setattr(sys, "argv", ["layers", "--out", str(out), "--train", novel, "--texts", "1", "--length", "256"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["layers", "--out", str(out), "--train", novel, "--texts", "1", "--length", "256"],
+    )
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--beyond", "80", "--device", "cpu"])
     blocks.main()
     found = [json.loads(one) for one in capsys.readouterr().out.splitlines()]

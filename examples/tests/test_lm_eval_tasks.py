@@ -21,7 +21,10 @@ from metatokens.evaluation.accuracy import draw_test_examples as drawn_examples
 from metatokens.tasks.curriculum import task_texts
 from metatokens.tasks.example import read_examples
 
-STORY = [" ".join(f'"On day {i} of the year {start} it rained," he said.' for i in range(300)) for start in range(9)]
+STORY = [
+    " ".join(f'"On day {i} of the year {start} it rained," he said.' for i in range(300))
+    for start in range(9)
+]
 LENGTHS = (192, 512, 2048)
 
 
@@ -46,24 +49,33 @@ def follow_variables(prompt: str) -> str:
     return "".join(f" {name}" for name, value in values.items() if value == asked[1])
 
 
-SOLVERS: dict[str, Callable[[str], str]] = {"needle": read_needle, "variable_tracking": follow_variables}
+SOLVERS: dict[str, Callable[[str], str]] = {
+    "needle": read_needle,
+    "variable_tracking": follow_variables,
+}
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("task", SOLVERS)
-def test_an_example_is_answered_by_what_it_hides(task: str, split: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_an_example_is_answered_by_what_it_hides(
+    task: str, split: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
     source = LongContextData(task, tokenizer=tokenizer, documents=STORY)
     for length in LENGTHS:
         for index in range(30):
             example = source.example(index, length, split)
             assert length * 3 // 4 < example.n_tokens <= length
-            assert encode_prompt(tokenizer, example.prompt, "_PAUSE_") == list(example.input_ids[: example.n_tokens])
+            assert encode_prompt(tokenizer, example.prompt, "_PAUSE_") == list(
+                example.input_ids[: example.n_tokens]
+            )
             assert SOLVERS[task](example.prompt) == example.completion
             assert example == source.example(index, length, split)
 
 
 @pytest.mark.parametrize("task", SOLVERS)
-def test_train_and_test_hide_in_other_sentences(task: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_train_and_test_hide_in_other_sentences(
+    task: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
     source = LongContextData(task, tokenizer=tokenizer, documents=STORY)
     said = {
         split: {
@@ -76,18 +88,26 @@ def test_train_and_test_hide_in_other_sentences(task: str, tokenizer: PreTrained
     }
     assert said["train"]
     assert said["test"]
-    assert {line.strip() for line in said["train"]}.isdisjoint(line.strip() for line in said["test"])
+    assert {line.strip() for line in said["train"]}.isdisjoint(
+        line.strip() for line in said["test"]
+    )
 
 
 def test_no_place_tells_the_needle(tokenizer: PreTrainedTokenizerBase) -> None:
     """Each of the four places is right one time in four; depths are spread evenly."""
-    source, hits, depths = LongContextData("needle", tokenizer=tokenizer, documents=STORY), [0] * 4, []
+    source, hits, depths = (
+        LongContextData("needle", tokenizer=tokenizer, documents=STORY),
+        [0] * 4,
+        [],
+    )
     for index in range(400):
         example = source.example(index, 512, "test")
         numbers = re.findall(r"is (\d+)\.", example.prompt)
         assert len(set(numbers)) == 4
         hits[numbers.index(example.completion.strip())] += 1
-        depths.append(example.prompt.index(f"is {example.completion.strip()}.") / len(example.prompt))
+        depths.append(
+            example.prompt.index(f"is {example.completion.strip()}.") / len(example.prompt)
+        )
     assert all(60 <= count <= 140 for count in hits)  # 100 +- 4.6 standard deviations
     assert 0.42 < sum(depths) / len(depths) < 0.58
     assert {int(depth * 10) for depth in depths} >= set(range(9))
@@ -110,7 +130,9 @@ def test_what_places_tell_of_a_chain(tokenizer: PreTrainedTokenizerBase) -> None
     assert 228 < sum(max(own.values()) for own in found.values()) < 373  # 300 +- 5
 
 
-def test_the_files_hold_the_prompts_of_evaluate(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_the_files_hold_the_prompts_of_evaluate(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
     written = write_harness_tasks(
         tmp_path,
         tokenizer,
@@ -128,14 +150,22 @@ def test_the_files_hold_the_prompts_of_evaluate(tokenizer: PreTrainedTokenizerBa
         "metatokens_needle_256.yaml",
         "metatokens.yaml",
     ]
-    assert yaml.safe_load(written[-1].read_text(encoding="utf-8"))["task"] == [path.stem for path in written[:-1]]
+    assert yaml.safe_load(written[-1].read_text(encoding="utf-8"))["task"] == [
+        path.stem for path in written[:-1]
+    ]
     described = yaml.safe_load(written[0].read_text(encoding="utf-8"))
-    lines = Path(described["dataset_kwargs"]["data_files"]["test"]).read_text(encoding="utf-8").splitlines()
+    lines = (
+        Path(described["dataset_kwargs"]["data_files"]["test"])
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     expected = drawn_examples("list_recall", 128, 5, tokenizer, condition="landmark", documents=[])
     for line, example in zip(lines, expected, strict=True):
         row = json.loads(line)
         assert row == {"prompt": example.prompt, "completion": example.completion}
-        assert encode_prompt(tokenizer, row["prompt"], "_PAUSE_") == list(example.input_ids[: example.n_tokens])
+        assert encode_prompt(tokenizer, row["prompt"], "_PAUSE_") == list(
+            example.input_ids[: example.n_tokens]
+        )
     records = read_examples(tmp_path / "needle_train.jsonl", tokenizer)
     assert len(records) == 4
     assert all(record.n_tokens <= 128 and record.markers for record in records)
@@ -156,11 +186,22 @@ def test_the_files_hold_the_prompts_of_evaluate(tokenizer: PreTrainedTokenizerBa
     ],
 )
 def test_what_cannot_be_written_is_refused(
-    tasks: list[str], length: int, documents: list[str], said: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    tasks: list[str],
+    length: int,
+    documents: list[str],
+    said: str,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
 ) -> None:
     with pytest.raises(UserError, match=said):
         write_harness_tasks(
-            tmp_path, tokenizer, tasks=tasks, lengths=[length], n=3, condition="paper", documents=documents
+            tmp_path,
+            tokenizer,
+            tasks=tasks,
+            lengths=[length],
+            n=3,
+            condition="paper",
+            documents=documents,
         )
 
 
@@ -193,9 +234,16 @@ def test_a_mistake_on_the_command_line_is_one_sentence(
     assert sentence in error
 
 
-def test_the_command_writes_the_tasks(metatokens: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
-    line = f"--model example --out {tmp_path}/tasks --tasks parity,needle --lengths 192 -n 2 --train 3"
+def test_the_command_writes_the_tasks(
+    metatokens: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    line = (
+        f"--model example --out {tmp_path}/tasks --tasks parity,needle --lengths 192 -n 2 --train 3"
+    )
     status, _, error = metatokens(line, app)
-    assert (status, error) == (0, f"2 tasks of 2 prompts, and the group metatokens, in {tmp_path}/tasks\n")
+    assert (status, error) == (
+        0,
+        f"2 tasks of 2 prompts, and the group metatokens, in {tmp_path}/tasks\n",
+    )
     written = {path.name for path in (tmp_path / "tasks").iterdir()}
     assert {"metatokens.yaml", "metatokens_parity_paper_192.yaml", "needle_train.jsonl"} <= written

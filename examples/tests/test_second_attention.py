@@ -11,7 +11,17 @@ from examples.second_attention import NEAR, NearTextConfig, NearTextModel
 from metatokens import set_text_window
 from metatokens.checkpoint import load_model
 from metatokens.errors import UserError
-from tests.model.test_visibility import AT_ONCE, IN_PIECES, IS_META, LENGTH, SINKS, WINDOW, Pass, fixed, seen
+from tests.model.test_visibility import (
+    AT_ONCE,
+    IN_PIECES,
+    IS_META,
+    LENGTH,
+    SINKS,
+    WINDOW,
+    Pass,
+    fixed,
+    seen,
+)
 from tests.model.tiny_models import META, random_rows, randomize, tiny_config
 
 PASSES = AT_ONCE | IN_PIECES
@@ -19,7 +29,9 @@ PASSES = AT_ONCE | IN_PIECES
 
 def config(**fields: Any) -> NearTextConfig:
     """A small configuration."""
-    return NearTextConfig.from_dict(tiny_config(**fields).to_dict() | {"model_type": "near_text_gpt2"})
+    return NearTextConfig.from_dict(
+        tiny_config(**fields).to_dict() | {"model_type": "near_text_gpt2"}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +87,9 @@ def test_it_trains_generates_and_is_saved(tmp_path: Path) -> None:
     options = {"max_new_tokens": 10, "do_sample": False, "meta_every": 3}
     generated = model.generate(ids[:1], **options)
     assert torch.equal(again.generate(ids[:1], **options), generated)
-    with pytest.raises(UserError, match="near_text_gpt2"):  # no other class takes the weights for its own
+    with pytest.raises(
+        UserError, match="near_text_gpt2"
+    ):  # no other class takes the weights for its own
         load_model(tmp_path)
     without_cache = copy.deepcopy(model).generate(ids[:1], use_cache=False, **options)
     assert torch.equal(generated, without_cache)

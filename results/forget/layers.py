@@ -24,19 +24,25 @@ from results.forget.texts import Texts
 
 def main() -> None:
     """Print a line for the whole model, and one for each block."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="the folder of the run")
     parser.add_argument("--train", required=True)
     parser.add_argument("--texts", type=int, default=8)
     parser.add_argument("--length", type=int, default=512, help="tokens of a text")
-    parser.add_argument("--beyond", type=int, default=160, help="least tokens from a fact to the questions")
+    parser.add_argument(
+        "--beyond", type=int, default=160, help="least tokens from a fact to the questions"
+    )
     parser.add_argument("--window", type=int, default=28)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
     model = load_model(given.out / "base-tokens", device=given.device, dtype="bfloat16").eval()
     texts = Texts(load_tokenizer(str(given.out / "base-tokens")), [given.train])
     generators = map(np.random.default_rng, range(given.texts))
-    tests = [texts.asked(generator, given.length, "train", given.beyond) for generator in generators]
+    tests = [
+        texts.asked(generator, given.length, "train", given.beyond) for generator in generators
+    ]
     blocks = range(model.config.num_hidden_layers)
     for without in (None, *blocks):
         set_text_window(model, given.window, SINKS, [block for block in blocks if block != without])
@@ -49,9 +55,16 @@ def main() -> None:
                 past = {"past_key_values": copy.deepcopy(cache), "use_cache": True}
                 with torch.inference_mode():
                     logits = model(asked, **past, logits_to_keep=len(answer)).logits[0].float()
-                losses.append(cross_entropy(logits.cpu(), torch.tensor(answer), reduction="sum").item())
+                losses.append(
+                    cross_entropy(logits.cpu(), torch.tensor(answer), reduction="sum").item()
+                )
                 hits.append(logits.argmax(dim=-1).tolist() == answer)
-        line = {"block": without, "loss": round(float(np.mean(losses)), 3), "found": sum(hits), "n": len(hits)}
+        line = {
+            "block": without,
+            "loss": round(float(np.mean(losses)), 3),
+            "found": sum(hits),
+            "n": len(hits),
+        }
         print(json.dumps(line), flush=True)
 
 

@@ -47,7 +47,10 @@ from results.forget.texts import FORMS, TASK_LENGTH, Mixture, Texts
 SINKS = 4
 BATCH = 16
 BRIEF = {"steps": 120, "batch": 4}  # what one core trains in half an hour
-RETRIEVE, OTHER = (18, 23), (9, 20)  # the blocks that need the text most, and two that do not (layers.py)
+RETRIEVE, OTHER = (
+    (18, 23),
+    (9, 20),
+)  # the blocks that need the text most, and two that do not (layers.py)
 AT_ONCE = 512  # tokens of a text that are read in one forward pass
 # By the share that is kept, one in so many: the rule for landmarks, and the characters of the separators.
 LANDMARKS = {4: "every:8", 8: "every:16", 16: "every:32"}
@@ -71,9 +74,18 @@ class Arm:
     @property
     def recipe(self) -> str:
         """The arm, except for its seed."""
-        kind = [self.name, f"1-{self.share}", self.rule, "teacher" * self.teacher, "prose" * self.prose]
+        kind = [
+            self.name,
+            f"1-{self.share}",
+            self.rule,
+            "teacher" * self.teacher,
+            "prose" * self.prose,
+        ]
         kind += ["untrained" * (not self.steps)]
-        kind += ["-".join(["full", *map(str, self.full)]) if self.full else "", "brief" * (self.batch != BATCH)]
+        kind += [
+            "-".join(["full", *map(str, self.full)]) if self.full else "",
+            "brief" * (self.batch != BATCH),
+        ]
         return "-".join(filter(None, kind))
 
     @property
@@ -88,10 +100,14 @@ def plan(steps: int) -> Iterator[Arm]:
     yield from (Arm("full", 1, 0), *(Arm("window", share, 0) for share in (8, 4, 16)))
     for seed in (0, 1):
         yield from (Arm(name, 8, steps, seed, rule="sentence") for name in ("tokens", "meta"))
-        yield from (Arm(name, 8, steps, seed) for name in ("window", "tokens", "meta", "separators"))
+        yield from (
+            Arm(name, 8, steps, seed) for name in ("window", "tokens", "meta", "separators")
+        )
         if seed == 0:
             yield Arm("full", 1, steps)
-            yield from (Arm(name, 8, steps, rule="sentence", teacher=True) for name in ("tokens", "meta"))
+            yield from (
+                Arm(name, 8, steps, rule="sentence", teacher=True) for name in ("tokens", "meta")
+            )
     yield Arm("window", 8, 0, full=RETRIEVE)
     for seed in (0, 1):
         brief = {"share": 8, "seed": seed, **BRIEF}
@@ -126,7 +142,9 @@ def read(model: Any, ids: list[int]) -> Any:
     cache = None
     for start in range(0, len(ids), AT_ONCE):
         chunk = torch.tensor([ids[start : start + AT_ONCE]], device=model.device)
-        cache = model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+        cache = model(
+            chunk, past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).past_key_values
     return cache
 
 
@@ -135,9 +153,14 @@ class Run:
 
     def __init__(self, arm: Arm, options: argparse.Namespace, texts: Texts):
         self.arm, self.options, self.texts, self.tokenizer = arm, options, texts, texts.tokenizer
-        self.folder, self.meta = options.out / f"{arm.recipe}-seed{arm.seed}", meta_token_id(texts.tokenizer)
+        self.folder, self.meta = (
+            options.out / f"{arm.recipe}-seed{arm.seed}",
+            meta_token_id(texts.tokenizer),
+        )
         self.base = options.out / ("base-meta" if arm.name == "meta" else "base-tokens")
-        self.rule = Landmarks(self.tokenizer, arm.kept) if arm.kept and arm.name != "separators" else None
+        self.rule = (
+            Landmarks(self.tokenizer, arm.kept) if arm.kept and arm.name != "separators" else None
+        )
 
     def put(self, ids: Any, has_own: bool = False) -> list[int]:
         """A text with the arm's meta-tokens: those of its rule, or those that a task's prompt has."""
@@ -170,7 +193,11 @@ class Run:
         """The largest window with which, on average, the arm's share of a training text's entries is kept."""
         length, most = self.options.length, self.options.length // self.arm.share
         rows = [self.put(row) for row in self.texts.excerpts(100, length)]
-        fits = (size for size in range(most, 0, -1) if np.mean([self.held(row, size) for row in rows]) <= most)
+        fits = (
+            size
+            for size in range(most, 0, -1)
+            if np.mean([self.held(row, size) for row in rows]) <= most
+        )
         return None if self.arm.share == 1 else next(fits)
 
     def model(self, folder: Path) -> Any:
@@ -206,7 +233,12 @@ class Run:
             lora_rank=16,
             keep_adapter=True,
         )
-        sizes = {"steps": arm.steps, "batch": arm.batch, "length": options.length, "beyond": options.beyond}
+        sizes = {
+            "steps": arm.steps,
+            "batch": arm.batch,
+            "length": options.length,
+            "beyond": options.beyond,
+        }
         sizes |= {"seed": arm.seed, "prose": arm.prose}
         data, collator = Mixture(self.texts, self.put, **sizes), DataCollatorForTokenClassification
         set_seed(arm.seed)
@@ -219,9 +251,16 @@ class Run:
         if (self.folder / "results.jsonl").exists():
             return
         self.folder.mkdir(exist_ok=True)
-        model, first = self.model(self.folder if self.arm.steps else self.base).eval(), next(iter(held_out.values()))
+        model, first = (
+            self.model(self.folder if self.arm.steps else self.base).eval(),
+            next(iter(held_out.values())),
+        )
         with torch.inference_mode(), self.autocast:
-            measures = self.predicted(model, held_out), self.found(model, first), self.tasks(model, first)
+            measures = (
+                self.predicted(model, held_out),
+                self.found(model, first),
+                self.tasks(model, first),
+            )
             lines = [one.line() + "\n" for one in stamped(chain.from_iterable(measures))]
         write_whole(self.folder / "results.jsonl", "".join(lines).encode())
 
@@ -233,20 +272,32 @@ class Run:
             "kv_bytes": round(held * self.options.entry),
             "text_window": self.window,
         }
-        about = {"model": self.arm.name, "recipe": f"forget/{self.arm.recipe}", "seed": self.arm.seed}
+        about = {
+            "model": self.arm.name,
+            "recipe": f"forget/{self.arm.recipe}",
+            "seed": self.arm.seed,
+        }
         return Result(**about, **kept, condition=self.arm.kept, **fields)
 
     def rate(self, ids: list[int], hits: list[bool], **fields: Any) -> Result:
         """The share of questions that are answered exactly."""
         low, high = wilson_interval(sum(hits), len(hits))
-        own = {"n": len(hits), "value": float(np.mean(hits)), "low": low, "high": high, "hits": pack_hits(hits)}
+        own = {
+            "n": len(hits),
+            "value": float(np.mean(hits)),
+            "low": low,
+            "high": high,
+            "hits": pack_hits(hits),
+        }
         return self.result(ids, metric="exact_match", **own, **fields)
 
     def predicted(self, model: Any, held_out: dict[str, Texts]) -> Iterator[Result]:
         """The perplexity of each excerpt: of the text tokens of its second half."""
         length = self.options.length
         for number, (name, text) in enumerate(
-            (name, text) for name, texts in held_out.items() for text in texts.excerpts(self.options.excerpts, length)
+            (name, text)
+            for name, texts in held_out.items()
+            for text in texts.excerpts(self.options.excerpts, length)
         ):
             ids = torch.tensor(self.put(text), device=self.options.device)
             place = (ids != self.meta).nonzero()[length // 2 :, 0]
@@ -254,8 +305,15 @@ class Run:
             logits = torch.cat([*logits_at(model, ids[None], chosen[None])]).float()
             loss = cross_entropy(logits, ids[place], reduction="none")
             mean = loss.mean().item()
-            value, low, high = np.exp([mean, *normal_interval(mean, loss.std().item() / len(loss) ** 0.5)]).tolist()
-            about = {"metric": "perplexity", "text": f"{name} {number}", "length": length, "n": len(loss)}
+            value, low, high = np.exp(
+                [mean, *normal_interval(mean, loss.std().item() / len(loss) ** 0.5)]
+            ).tolist()
+            about = {
+                "metric": "perplexity",
+                "text": f"{name} {number}",
+                "length": length,
+                "n": len(loss),
+            }
             yield self.result(ids.tolist(), **about, value=value, low=low, high=high)
 
     def found(self, model: Any, texts: Texts) -> Iterator[Result]:
@@ -264,15 +322,23 @@ class Run:
         A text is read once, into a cache that forgets; each of its questions goes on from a copy of that cache.
         """
         sizes = [*self.options.facts.items()]
-        tests = [("facts", *size) for size in sizes] + [(form, *sizes[0]) for form in FORMS if form != "facts"]
+        tests = [("facts", *size) for size in sizes] + [
+            (form, *sizes[0]) for form in FORMS if form != "facts"
+        ]
         for form, length, count in tests:
             hits, ids = [], []
             for text, questions in texts.tests(count, length, self.options.beyond, form):
                 ids = self.put(text)
                 cache = read(model, ids)
                 for question, answer in questions:
-                    asked = torch.tensor([[*self.put(text + question), *answer][len(ids) : -1]], device=model.device)
-                    given = {"past_key_values": copy.deepcopy(cache), "use_cache": True, "logits_to_keep": len(answer)}
+                    asked = torch.tensor(
+                        [[*self.put(text + question), *answer][len(ids) : -1]], device=model.device
+                    )
+                    given = {
+                        "past_key_values": copy.deepcopy(cache),
+                        "use_cache": True,
+                        "logits_to_keep": len(answer),
+                    }
                     hits.append(model(asked, **given).logits[0].argmax(dim=-1).tolist() == answer)
             yield self.rate(ids, hits, task=form, length=length)
 
@@ -293,42 +359,76 @@ def shortcuts(texts: Texts, prompts: int) -> Iterator[Result]:
     for name in TASKS:
         task = texts.task(name, TEST_SEED)
         tests = {TASK_LENGTH: [task.test(index, TASK_LENGTH) for index in range(prompts)]}
-        yield from shortcut_rates(name, "landmark", tests, texts.tokenizer, texts.documents, recipe="forget/shortcuts")
+        yield from shortcut_rates(
+            name, "landmark", tests, texts.tokenizer, texts.documents, recipe="forget/shortcuts"
+        )
 
 
 def main() -> None:
     """Run what is left of the plan."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--train", nargs="+", required=True, help="corpora to train on")
-    parser.add_argument("--held-out", nargs="+", required=True, help="files to measure on; facts go into the first")
     parser.add_argument(
-        "--arms", nargs="+", default=[""], help="only those whose folder's name begins so, in this order"
+        "--held-out", nargs="+", required=True, help="files to measure on; facts go into the first"
+    )
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        default=[""],
+        help="only those whose folder's name begins so, in this order",
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--float32", action="store_true", help="in place of bfloat16, which some CPUs compute slowly")
+    parser.add_argument(
+        "--float32",
+        action="store_true",
+        help="in place of bfloat16, which some CPUs compute slowly",
+    )
     parser.add_argument("--readers", type=int, default=0, help="further processes that make texts")
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--length", type=int, default=512, help="tokens of a text in training")
-    parser.add_argument("--beyond", type=int, default=160, help="least tokens from a fact to the questions")
+    parser.add_argument(
+        "--beyond", type=int, default=160, help="least tokens from a fact to the questions"
+    )
     parser.add_argument("--excerpts", type=int, default=24, help="of each held-out file")
     parser.add_argument("--prompts", type=int, default=48, help="of each task")
-    parser.add_argument("--facts", default="512:192,1024:48,2048:48,4096:24,8192:24", help="questions by length")
+    parser.add_argument(
+        "--facts", default="512:192,1024:48,2048:48,4096:24,8192:24", help="questions by length"
+    )
     given = parser.parse_args()
-    given.facts = {int(length): int(count) for length, count in (one.split(":") for one in given.facts.split(","))}
-    tokenizer, config = load_tokenizer(str(given.out / "base-tokens")), load_model(given.out / "base-tokens").config
+    given.facts = {
+        int(length): int(count)
+        for length, count in (one.split(":") for one in given.facts.split(","))
+    }
+    tokenizer, config = (
+        load_tokenizer(str(given.out / "base-tokens")),
+        load_model(given.out / "base-tokens").config,
+    )
     given.blocks = config.num_hidden_layers
-    given.entry = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # bytes in bfloat16
+    given.entry = (
+        4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    )  # bytes in bfloat16
     texts = Texts(tokenizer, given.train)
-    held_out = {Path(spec).name.partition(".")[0]: Texts(tokenizer, [spec]) for spec in given.held_out}
+    held_out = {
+        Path(spec).name.partition(".")[0]: Texts(tokenizer, [spec]) for spec in given.held_out
+    }
     first = next(iter(held_out.values()))
-    asked = {length: first.tests(count, length, given.beyond) for length, count in given.facts.items()}
+    asked = {
+        length: first.tests(count, length, given.beyond) for length, count in given.facts.items()
+    }
     prose = {name: one.excerpts(given.excerpts, given.length) for name, one in held_out.items()}
-    write_whole(given.out / "texts.json", json.dumps({"asked": asked, "prose": prose}).encode())  # for presses.py
+    write_whole(
+        given.out / "texts.json", json.dumps({"asked": asked, "prose": prose}).encode()
+    )  # for presses.py
     runs = [Run(arm, given, texts) for arm in plan(given.steps)]
     for run in (run for name in given.arms for run in runs if run.folder.name.startswith(name)):
-        print(f"{run.folder.name}: {run.arm.kept!r}, {SINKS} sinks and a window of {run.window}", flush=True)
+        print(
+            f"{run.folder.name}: {run.arm.kept!r}, {SINKS} sinks and a window of {run.window}",
+            flush=True,
+        )
         run.train()
         run.measure(held_out)
     rules = given.out / "shortcuts" / "results.jsonl"

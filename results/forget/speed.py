@@ -35,7 +35,9 @@ CONTESTANTS = {
 
 def main() -> None:
     """Print a line for each contestant and length."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="the folder of the run")
     parser.add_argument("--text", required=True)
     parser.add_argument("--lengths", default="2048,8192", help="tokens of the text")
@@ -58,23 +60,44 @@ def main() -> None:
         for name, model in (given.rounds + 1) * [*models.items()]:  # the first round warms up
             every, ids = CONTESTANTS[name][2], text[:length].tolist()
             ids = Landmarks(tokenizer, f"every:{every}").insert_into(ids) if every else ids
-            how = {"min_new_tokens": NEW, "max_new_tokens": NEW, "do_sample": False, "meta_every": every}
+            how = {
+                "min_new_tokens": NEW,
+                "max_new_tokens": NEW,
+                "do_sample": False,
+                "meta_every": every,
+            }
             with torch.inference_mode():
                 times = [now()]
                 cache = read(model, ids[:-1])
                 times.append(now())
                 whole = torch.tensor([ids], device=given.device)
-                model.generate(whole, past_key_values=cache, pad_token_id=tokenizer.eos_token_id, **how)
+                model.generate(
+                    whole, past_key_values=cache, pad_token_id=tokenizer.eos_token_id, **how
+                )
                 stores = (
-                    (layer.keys, layer.values, *(getattr(layer, "second", None) or ())[:2]) for layer in cache.layers
+                    (layer.keys, layer.values, *(getattr(layer, "second", None) or ())[:2])
+                    for layer in cache.layers
                 )
                 sizes[name] = sum(one.nbytes for store in stores for one in store)
             seconds[name].append((times[1] - times[0], now() - times[1]))
         for name, pairs in seconds.items():
-            reading, making = (np.quantile(one, (0.75, 0.5, 0.25)) for one in zip(*pairs[1:], strict=True))
-            line = {"model": name, "length": length, "cache_bytes": sizes[name], "rounds": given.rounds}
-            line |= {"read_per_s": (length / reading).round(1).tolist(), "new_per_s": (NEW / making).round(2).tolist()}
-            print(json.dumps(line | {"device": given.device, "threads": torch.get_num_threads()}), flush=True)
+            reading, making = (
+                np.quantile(one, (0.75, 0.5, 0.25)) for one in zip(*pairs[1:], strict=True)
+            )
+            line = {
+                "model": name,
+                "length": length,
+                "cache_bytes": sizes[name],
+                "rounds": given.rounds,
+            }
+            line |= {
+                "read_per_s": (length / reading).round(1).tolist(),
+                "new_per_s": (NEW / making).round(2).tolist(),
+            }
+            print(
+                json.dumps(line | {"device": given.device, "threads": torch.get_num_threads()}),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

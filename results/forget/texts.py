@@ -37,13 +37,19 @@ FACT, QUESTION = " The code word for {} is {}.", "\nThe code word for {} is"
 FORMS = {
     "facts": (CITIES, FACT, QUESTION),
     "facts_cities": (UNSEEN_CITIES, FACT, QUESTION),
-    "facts_wording": (CITIES, " In {} the old name of the harbour was {}.", "\nIn {} the old name of the harbour was"),
+    "facts_wording": (
+        CITIES,
+        " In {} the old name of the harbour was {}.",
+        "\nIn {} the old name of the harbour was",
+    ),
     "facts_question": (CITIES, FACT, "\nQuestion: What is the code word for {}?\nAnswer:"),
 }
 FACTS = 8  # in a text
 TASK_LENGTH = 256  # tokens of the longest prompts of the four tasks
 
-Asked = tuple[list[int], list[tuple[list[int], list[int]]]]  # ids of a text; of each question and its answer
+Asked = tuple[
+    list[int], list[tuple[list[int], list[int]]]
+]  # ids of a text; of each question and its answer
 
 
 class Texts:
@@ -51,9 +57,14 @@ class Texts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, specs: Sequence[str]):
         documents = chain.from_iterable(map(read_corpus, specs))
-        self.tokenizer, self.documents = tokenizer, [re.sub(r"(?<!\n)\n(?!\n)", " ", one.strip()) for one in documents]
+        self.tokenizer, self.documents = (
+            tokenizer,
+            [re.sub(r"(?<!\n)\n(?!\n)", " ", one.strip()) for one in documents],
+        )
         encoded = encode_text(tokenizer, self.documents)
-        self.ids = np.array([*chain.from_iterable([*ids, tokenizer.eos_token_id] for ids in encoded)])
+        self.ids = np.array(
+            [*chain.from_iterable([*ids, tokenizer.eos_token_id] for ids in encoded)]
+        )
         self.ends = np.flatnonzero(Landmarks(tokenizer, "sentence")(self.ids))
 
     def prose(self, generator: np.random.Generator, length: int) -> list[int]:
@@ -79,7 +90,9 @@ class Texts:
         pairs, (cities, fact, question) = [], FORMS[form]
         for city in generator.permutation(cities.split())[:count]:
             words = generator.permutation(WORDS)
-            pairs.append((city, next(word for word in words if split_of(f"{city} {word}") == split)))
+            pairs.append(
+                (city, next(word for word in words if split_of(f"{city} {word}") == split))
+            )
         *facts, end = encode_text(self.tokenizer, [*(fact.format(*pair) for pair in pairs), "\n"])
         size = length - sum(map(len, facts)) - len(end)
         start = int(generator.choice(self.ends[self.ends < len(self.ids) - size - 1])) + 1
@@ -95,11 +108,20 @@ class Texts:
     def tests(self, count: int, length: int, beyond: int, form: str = "facts") -> list[Asked]:
         """The test texts of a length, with `count` questions or a few more."""
         seeds = ([TEST_SEED, length, number] for number in range(-(-count // FACTS)))
-        return [self.asked(np.random.default_rng(seed), length, "test", beyond, form=form) for seed in seeds]
+        return [
+            self.asked(np.random.default_rng(seed), length, "test", beyond, form=form)
+            for seed in seeds
+        ]
 
     def task(self, name: str, seed: int) -> TaskData:
         """A task's prompts with a meta-token after each line."""
-        return TaskData(name, tokenizer=self.tokenizer, condition="landmark", seed=seed, documents=self.documents)
+        return TaskData(
+            name,
+            tokenizer=self.tokenizer,
+            condition="landmark",
+            seed=seed,
+            documents=self.documents,
+        )
 
 
 @dataclass
@@ -111,7 +133,9 @@ class Mixture:
     """
 
     texts: Texts
-    put: Callable[..., list[int]]  # puts an arm's meta-tokens into ids; with `has_own`, a task's prompt has its own
+    put: Callable[
+        ..., list[int]
+    ]  # puts an arm's meta-tokens into ids; with `has_own`, a task's prompt has its own
     steps: int
     batch: int
     length: int  # tokens of a text
@@ -131,7 +155,9 @@ class Mixture:
         if step % 8 == 7 and not is_early:
             example = self._tasks[TASKS[step // 8 % len(TASKS)]].train(index, TASK_LENGTH)
             ids = self.put(example.input_ids, has_own=True)
-            return _item(ids, range(len(ids) - len(example.input_ids) + example.answer_start, len(ids)))
+            return _item(
+                ids, range(len(ids) - len(example.input_ids) + example.answer_start, len(ids))
+            )
         count = 2 ** (8 * step // self.steps) if is_early else FACTS
         length = self.length * count // FACTS
         beyond = min(self.beyond, length // 2 + 8)
@@ -141,7 +167,9 @@ class Mixture:
             text = text + question + answer
             scored += range(len(text) - len(answer), len(text))
         ids = self.put(text)
-        return _item(ids, np.flatnonzero(np.array(ids) != meta_token_id(self.texts.tokenizer))[scored])
+        return _item(
+            ids, np.flatnonzero(np.array(ids) != meta_token_id(self.texts.tokenizer))[scored]
+        )
 
     @cached_property
     def _tasks(self) -> dict[str, Any]:

@@ -13,7 +13,13 @@ from typing import Any, get_args
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto import modeling_auto as auto
 
 from metatokens.data.tokenizer import load_plain_tokenizer
@@ -52,15 +58,21 @@ TEXT_WINDOW = "text_window.json"  # that of the model that the adapter was train
 _MAX_INDEX_BYTES = 2**24
 _CLASSES = {MetaGPT2Config: MetaGPT2ForCausalLM, GPT2Config: GPT2LMHeadModel}
 # Encoder models that can also run as decoders (BERT, say) are in both lists.
-_DECODERS = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
+_DECODERS = (
+    auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
+)
 _KINDS = {"meta_gpt2", "gpt2", MODEL_TYPE, *_DECODERS}
-_OLD_MASK = re.compile(r"\.attn\.attention\.(masked_)?bias$")  # buffers in published GPT-Neo checkpoints
+_OLD_MASK = re.compile(
+    r"\.attn\.attention\.(masked_)?bias$"
+)  # buffers in published GPT-Neo checkpoints
 
 
 def write_manifest(folder: Path) -> None:
     """Record the SHA-256 of every file in `folder`, but not in its subfolders, which marks it as complete."""
     others = (MANIFEST, MANIFEST + PARTIAL, LOCK)
-    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in others]
+    files = [
+        path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in others
+    ]
     sums = {path.name: file_sha256(path) for path in files}
     write_whole(folder / MANIFEST, json.dumps({"sha256": sums}, indent=1).encode())
 
@@ -70,13 +82,19 @@ def verify_manifest(folder: Path) -> None:
     try:
         sums = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"].items()
     except DAMAGED as error:
-        raise UserError(f"{folder / MANIFEST} is missing or damaged, so {folder} may not be complete.") from error
+        raise UserError(
+            f"{folder / MANIFEST} is missing or damaged, so {folder} may not be complete."
+        ) from error
     files = {path.name for path in folder.iterdir() if path.is_file()}
     for name, expected in sums:
         if name not in files:  # also refuses names that lead out of the folder
-            raise UserError(f"{' '.join(str(folder / name).split())} is missing: the checkpoint is not complete.")
+            raise UserError(
+                f"{' '.join(str(folder / name).split())} is missing: the checkpoint is not complete."
+            )
         if file_sha256(folder / name) != expected:
-            raise UserError(f"{folder / name} is damaged: its checksum is not the one in {MANIFEST}.")
+            raise UserError(
+                f"{folder / name} is damaged: its checksum is not the one in {MANIFEST}."
+            )
 
 
 def _verify_if_present(folder: Path) -> None:
@@ -125,7 +143,9 @@ def make_adapter_portable(model: Any, folder: Path) -> None:
     text_window = text_window_of(model.config)
     if text_window:
         write_whole(folder / TEXT_WINDOW, json.dumps(text_window).encode())
-    (folder / "README.md").unlink(missing_ok=True)  # PEFT's form to fill in, with the base's absolute path
+    (folder / "README.md").unlink(
+        missing_ok=True
+    )  # PEFT's form to fill in, with the base's absolute path
 
 
 def weights_sha256(folder: Path) -> str:
@@ -165,12 +185,16 @@ def _shards(folder: Path) -> list[Path]:
     try:
         names = sorted(set(read_json(folder / SHARDS, _MAX_INDEX_BYTES)["weight_map"].values()))
     except DAMAGED as error:
-        raise UserError(f"{folder / SHARDS} does not name the files of the weights: {one_line(error)}.") from error
+        raise UserError(
+            f"{folder / SHARDS} does not name the files of the weights: {one_line(error)}."
+        ) from error
     present = {path.name for path in folder.glob("*.safetensors") if path.is_file()}
     for name in names:
         if name not in present:  # also refuses pickles, and names that lead out of the folder
             shown = " ".join(str(name).split())[:100]
-            raise UserError(f"the weights in {folder} are not complete: there is no {shown}, which {SHARDS} names.")
+            raise UserError(
+                f"the weights in {folder} are not complete: there is no {shown}, which {SHARDS} names."
+            )
     return [folder / name for name in names]
 
 
@@ -188,19 +212,32 @@ def fetch_model(spec: Path) -> Path:
         return EXAMPLE
     if prefix != "hf":
         return spec
-    texts = ["*.json", "*.jsonl", "*.txt", "*.jinja", "tokenizer.model", REMOTE_CODE_FILE]  # the last is never run
+    texts = [
+        "*.json",
+        "*.jsonl",
+        "*.txt",
+        "*.jinja",
+        "tokenizer.model",
+        REMOTE_CODE_FILE,
+    ]  # the last is never run
     weights = [WEIGHTS, "model-*-of-*.safetensors", DELTA_WEIGHTS, ADAPTER_WEIGHTS]
     try:  # a manifest lists all files of a folder, so all that this package writes must come
-        return Path(snapshot_download(name, allow_patterns=texts + weights, ignore_patterns="checkpoint*/*"))
+        return Path(
+            snapshot_download(name, allow_patterns=texts + weights, ignore_patterns="checkpoint*/*")
+        )
     except (OSError, ValueError) as error:
-        raise UserError(f"the Hugging Face Hub gave no model {name!r}: {one_line(error)}.") from error
+        raise UserError(
+            f"the Hugging Face Hub gave no model {name!r}: {one_line(error)}."
+        ) from error
 
 
 def _base_folder(folder: Path, name: str) -> Path:
     """The folder of the base that a delta or an adapter in `folder` names, by a relative path or on the Hub."""
     base = Path(resolve_base(folder, name))
     if not base.exists() and (name.startswith("../") or base.is_absolute()):
-        raise UserError(f"the base of {folder} is not at {folder / name}: put it there (a link will do).")
+        raise UserError(
+            f"the base of {folder} is not at {folder / name}: put it there (a link will do)."
+        )
     return base if base.exists() else fetch_model(Path(f"hf:{base.as_posix()}"))
 
 
@@ -263,7 +300,9 @@ def load_model(
         model.config.meta_token_id = None
         model.config.position_embedding = position_embedding_of(model)
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    return model.to(f"cuda:{local_rank() % gpus}") if gpus else model  # a process may see its own GPU alone
+    return (
+        model.to(f"cuda:{local_rank() % gpus}") if gpus else model
+    )  # a process may see its own GPU alone
 
 
 def check_placing(device: str | None, dtype: str | None) -> None:
@@ -293,10 +332,14 @@ def load_base_and_tokenizer(model: Path) -> tuple[PreTrainedModel, PreTrainedTok
     folder = fetch_model(model)
     if not folder.exists():
         raise UserError(f"there is no folder {folder}; a model of the Hub is hf:NAME.")
-    tokenizer = load_plain_tokenizer(str(folder), f"the folder {folder} holds no tokenizer that can be loaded.")
+    tokenizer = load_plain_tokenizer(
+        str(folder), f"the folder {folder} holds no tokenizer that can be loaded."
+    )
     base = load_base(folder)
     # A name that holds wherever the added weights are saved, and on other machines.
-    base.config.name_or_path = str(folder.absolute()) if folder == model else model.as_posix().removeprefix("hf:")
+    base.config.name_or_path = (
+        str(folder.absolute()) if folder == model else model.as_posix().removeprefix("hf:")
+    )
     return base, tokenizer
 
 
@@ -305,7 +348,8 @@ def _with_delta(folder: Path, dtype: str | None) -> Any:
     _verify_if_present(folder)
     model: Any = load_meta(load_base(_base_folder(folder, base_of(folder)), dtype), folder)
     model.base_is_elsewhere, model.read_from = True, str(folder)
-    model.name_or_path = model.config.name_or_path = ""  # PEFT would look for a configuration under that name
+    # PEFT would look for a configuration under that name.
+    model.name_or_path = model.config.name_or_path = ""
     return model
 
 
@@ -324,7 +368,9 @@ def _with_adapter(folder: Path, device: str | None, dtype: str | None) -> Any:
         adapted: Any = PeftModel.from_pretrained(model, folder, is_trainable=True)
         settings = adapted.peft_config["default"]
         adapted.read_from = resolve_base(folder, str(settings.base_model_name_or_path))
-        settings.base_model_name_or_path = model.name_or_path  # where PEFT looks for a configuration
+        settings.base_model_name_or_path = (
+            model.name_or_path
+        )  # where PEFT looks for a configuration
     except (ImportError, SafetensorError, RuntimeError, *DAMAGED) as error:
         raise UserError(f"the adapter in {folder} cannot be read: {one_line(error)}.") from error
     return adapted
@@ -333,7 +379,9 @@ def _with_adapter(folder: Path, device: str | None, dtype: str | None) -> Any:
 def _load(folder: Path, kinds: Set[str], dtype: str | None, *, is_base: bool = False) -> Any:
     """A whole model of one of these model types; `is_base`: of transformers' class, and not this package's."""
     if not (folder / "config.json").is_file():
-        raise UserError(f"there is no model in {folder}: it has no config.json{_models_below(folder)}.")
+        raise UserError(
+            f"there is no model in {folder}: it has no config.json{_models_below(folder)}."
+        )
     _verify_if_present(folder)
     config, files = read_config(folder, kinds), _weight_files(folder)
     loader = AutoModelForCausalLM if is_base else _CLASSES.get(type(config), AutoModelForCausalLM)
@@ -341,7 +389,9 @@ def _load(folder: Path, kinds: Set[str], dtype: str | None, *, is_base: bool = F
         size = sum(file.stat().st_size for file in files)
         parameters = parameters_at_least(config)
         if parameters > size:
-            raise ValueError(f"config.json asks for {parameters:,} parameters, and the weights have {size:,} bytes")
+            raise ValueError(
+                f"config.json asks for {parameters:,} parameters, and the weights have {size:,} bytes"
+            )
         model, report = loader.from_pretrained(
             folder,
             config=config,

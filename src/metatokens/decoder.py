@@ -16,7 +16,9 @@ from metatokens.errors import UserError
 from metatokens.model.releases import CACHE
 from metatokens.model.wrappers import takes_wrapped
 
-PIECE = 2**21  # logits at a time, 8 MB; with a large vocabulary, a batch's logits are larger than the model
+PIECE = (
+    2**21
+)  # logits at a time, 8 MB; with a large vocabulary, a batch's logits are larger than the model
 
 
 def decoder_of(model: PreTrainedModel) -> tuple[Any, Any]:
@@ -26,12 +28,17 @@ def decoder_of(model: PreTrainedModel) -> tuple[Any, Any]:
         UserError: if no module has a list of so many blocks.
     """
     count = model.config.get_text_config().num_hidden_layers
-    for root in (model.get_decoder(), model.base_model):  # in some models, get_decoder() returns a head
+    for root in (
+        model.get_decoder(),
+        model.base_model,
+    ):  # in some models, get_decoder() returns a head
         for module in root.modules():
             for child in module.children():
                 if isinstance(child, nn.ModuleList) and len(child) >= count:
                     return module, child
-    raise UserError(f"meta-attention cannot be added to a {type(model).__name__}: it has no list of {count} blocks.")
+    raise UserError(
+        f"meta-attention cannot be added to a {type(model).__name__}: it has no list of {count} blocks."
+    )
 
 
 def own_blocks(config: Any) -> int:
@@ -50,11 +57,15 @@ def position_embedding_of(model: PreTrainedModel) -> str:
         # Other tables are of tokens, in some models one per layer.
         if isinstance(module, nn.Embedding) and re.search("pos|wpe", name):
             return "learned"
-    has_angles = getattr(model.config.get_text_config(), "rope_parameters", None) or hasattr(model.config, "rotary_dim")
+    has_angles = getattr(model.config.get_text_config(), "rope_parameters", None) or hasattr(
+        model.config, "rotary_dim"
+    )
     return "rope" if has_angles else "none"
 
 
-def logits_at(model: Any, input_ids: Tensor, chosen: Tensor, *, mask: Tensor | None = None) -> Iterator[Tensor]:
+def logits_at(
+    model: Any, input_ids: Tensor, chosen: Tensor, *, mask: Tensor | None = None
+) -> Iterator[Tensor]:
     """Next-token logits at some positions, row by row, in pieces of shape (positions, vocabulary).
 
     Args:
@@ -63,7 +74,9 @@ def logits_at(model: Any, input_ids: Tensor, chosen: Tensor, *, mask: Tensor | N
         chosen: (batch, length) bool.
         mask: (batch, 1, length, length), True where a query sees a key; by default attention is causal.
     """
-    model = getattr(model, "get_base_model", lambda: model)()  # unwraps PEFT's wrapper; the adapters stay
+    model = getattr(
+        model, "get_base_model", lambda: model
+    )()  # unwraps PEFT's wrapper; the adapters stay
     decoder, _ = decoder_of(model)
     output = decoder(input_ids, attention_mask=mask, use_cache=False)
     rows_per_piece = max(1, PIECE // model.config.get_text_config().vocab_size)
@@ -79,7 +92,9 @@ def _head(model: Any, decoder: Any, output: Any, states: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def measure_cache_share(model: Any, texts: Iterable[Any], *, metas_alone: bool = False) -> dict[str, Any]:
+def measure_cache_share(
+    model: Any, texts: Iterable[Any], *, metas_alone: bool = False
+) -> dict[str, Any]:
     """Measure how much of texts a cache of keys and values keeps: fields of a `Result`.
 
     There are none without a text window, unless `metas_alone`.
@@ -107,7 +122,11 @@ def measure_cache_share(model: Any, texts: Iterable[Any], *, metas_alone: bool =
     full_share = len(full_layers) / config.get_text_config().num_hidden_layers
     held_share = sum(held) / sum(lengths)
     per_token, per_token_of_full, per_meta = _cache_bytes(model, has_full=bool(full_layers))
-    size = (per_token - per_token_of_full) * sum(held) + per_token_of_full * sum(lengths) + per_meta * sum(metas)
+    size = (
+        (per_token - per_token_of_full) * sum(held)
+        + per_token_of_full * sum(lengths)
+        + per_meta * sum(metas)
+    )
     return {
         "text_window": window or None,
         "kv_kept": round(full_share + (1 - full_share) * held_share, 4),
@@ -178,7 +197,9 @@ def continue_prompts(
     Returns:
         A continuation for each prompt, in order; each batch is generated when its first one is asked for.
     """
-    options |= {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    options |= (
+        {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    )
     ends = options.get("eos_token_id", model.generation_config.eos_token_id)
     ends = ends if isinstance(ends, list) else [ends]
     for start in range(0, len(prompts), batch_size):

@@ -21,7 +21,15 @@ from metatokens.errors import UserError, one_line
 LOCK = ".lock"  # in a folder that a process works in, or has worked in
 PARTIAL = ".partial"  # suffix of a file that is being written
 # Exceptions that this package or transformers may raise when a file is damaged or hostile.
-DAMAGED = (OSError, ValueError, RecursionError, TypeError, LookupError, AttributeError, ArithmeticError)
+DAMAGED = (
+    OSError,
+    ValueError,
+    RecursionError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+)
 
 
 @contextmanager
@@ -33,7 +41,9 @@ def exclusive(folder: Path) -> Iterator[None]:
     try:
         lock.acquire(blocking=False)
     except Timeout as error:
-        raise UserError(f"another process works in {folder}; wait for it, or give another folder.") from error
+        raise UserError(
+            f"another process works in {folder}; wait for it, or give another folder."
+        ) from error
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error}.") from error
     try:

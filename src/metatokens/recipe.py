@@ -22,8 +22,12 @@ from metatokens.model.choices import AttentionScale, PositionEmbedding, SecondAt
 
 # Choices that recipes, functions and the command line share.
 Task = Literal["list_recall", "segment_counting", "parity", "copying"]  # a module of `tasks` each
-Facts = Literal["facts_1", "facts_2", "facts_4", "facts_8"]  # list recall: a meta-token after so many lists of one item
-Condition = Literal["paper", "landmark", "none", "decoy", "long_prompt", Facts]  # which meta-tokens a prompt has
+Facts = Literal[
+    "facts_1", "facts_2", "facts_4", "facts_8"
+]  # list recall: a meta-token after so many lists of one item
+Condition = Literal[
+    "paper", "landmark", "none", "decoy", "long_prompt", Facts
+]  # which meta-tokens a prompt has
 Split = Literal["train", "validation", "test"]  # of a task's examples
 Placement = Literal["uniform", "periodic", "none"]  # the functions of `data.insertion.PLACEMENTS`
 Device = Literal["cpu", "cuda"]
@@ -38,7 +42,9 @@ _APART = 2**32  # between the indices of two phases' examples; no phase has as m
 _PACKAGED = files("metatokens") / "recipes"
 
 
-def landmark_rule(rule: str, name: str = "the rule for landmarks", others: Sequence[str] = ()) -> str:
+def landmark_rule(
+    rule: str, name: str = "the rule for landmarks", others: Sequence[str] = ()
+) -> str:
     """Return `rule` if it is a rule for landmarks or one of the others; refuse it, by that name, if it is not."""
     if rule in others or re.fullmatch("line|paragraph|sentence|every:[1-9][0-9]{0,5}", str(rule)):
         return rule
@@ -56,7 +62,9 @@ def _ascending(ends: tuple[int, int]) -> tuple[int, int]:
 
 
 class _Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class DataSettings(_Settings):
@@ -64,7 +72,8 @@ class DataSettings(_Settings):
 
     tokens: Path | None = None  # the folder that `metatokens tokenize` wrote
     block_size: Annotated[int, Field(ge=2)] = 1024  # positions of a block, meta-tokens included
-    fraction: float = 0.1  # share of a block's positions that are meta-tokens: the paper's k, in [0, 0.5]
+    # Share of a block's positions that are meta-tokens: the paper's k, in [0, 0.5].
+    fraction: float = 0.1
     # uniform, periodic or none; or a rule for landmarks (see `Landmarks`), which does not use the fraction.
     placement: Annotated[str, AfterValidator(_placement)] = "uniform"
 
@@ -72,13 +81,15 @@ class DataSettings(_Settings):
 class ModelSettings(_Settings):
     """The `architecture`, and some fields of `MetaGPT2Config`; vocabulary and special ids come from the tokenizer."""
 
-    architecture: Literal["gpt_neo"] | None = None  # a GPT-Neo of transformers in these sizes; None: MetaGPT2
+    # A GPT-Neo of transformers in these sizes; None: MetaGPT2.
+    architecture: Literal["gpt_neo"] | None = None
     hidden_size: Positive = 768
     num_hidden_layers: Positive = 12
     num_attention_heads: Positive = 12
     max_position_embeddings: Positive = 1024
     position_embedding: PositionEmbedding = "rope"
-    rope_layers: list[AtLeastZero] | None = None  # with rope: the layers that have it, from 0; None: all
+    # With rope: the layers that have it, from 0; None: all.
+    rope_layers: list[AtLeastZero] | None = None
     second_attention: SecondAttention = "meta"
     attention_scale: AttentionScale = "constant"
     bias: bool = False
@@ -119,7 +130,8 @@ class TrainingSettings(TrainerSettings):
     eval_steps: AtLeastZero | None = None
     use_cpu: bool = False  # even if there is a GPU
     fsdp: bool = False  # FSDP2: shard weights, gradients and optimizer over the GPUs instead of copying them (DDP)
-    train_base: bool = False  # of a retrofitted model: train the base too, not only what was added to it
+    # Of a retrofitted model: train the base too, not only what was added to it.
+    train_base: bool = False
     # Rank of LoRA adapters, which train instead of the linear layers and are merged into them at the end; 0: none.
     lora_rank: AtLeastZero = 0
     keep_adapter: bool = False  # save the adapters in PEFT's format instead of merging them
@@ -140,14 +152,22 @@ class TrainingSettings(TrainerSettings):
     @model_validator(mode="after")
     def _fit_each_other(self) -> "TrainingSettings":
         if self.optimizer == "muon" and self.fsdp:
-            raise ValueError("training.optimizer is muon, which needs whole matrices, and training.fsdp cuts them up")
+            raise ValueError(
+                "training.optimizer is muon, which needs whole matrices, and training.fsdp cuts them up"
+            )
         if self.teacher and self.fsdp:
-            raise ValueError("training.teacher reads the base between two steps, and training.fsdp cuts it up")
+            raise ValueError(
+                "training.teacher reads the base between two steps, and training.fsdp cuts it up"
+            )
         for name in ("text_sinks", "text_full_layers"):
             if getattr(self, name) is not None and self.text_window is None:
-                raise ValueError(f"training.{name} needs training.text_window: without one the model sees all text")
+                raise ValueError(
+                    f"training.{name} needs training.text_window: without one the model sees all text"
+                )
         if self.keep_adapter and not self.lora_rank:
-            raise ValueError("training.keep_adapter needs training.lora_rank (--lora rank=16): there is no adapter")
+            raise ValueError(
+                "training.keep_adapter needs training.lora_rank (--lora rank=16): there is no adapter"
+            )
         if self.decay_steps is not None and self.decay_steps < self.max_steps:
             raise ValueError(
                 f"training.decay_steps is {self.decay_steps}, less than training.max_steps ({self.max_steps}): the "
@@ -210,8 +230,11 @@ class TaskSettings(_Settings):
 
     # The longest prompts, in tokens; each length is a phase of training and leaves a checkpoint.
     train_lengths: Annotated[tuple[Positive, ...], Field(min_length=1)] = (128, 256, 512)
-    stages: tuple[CurriculumSettings, ...] = ()  # phases before these, on prompts of at most the first length
-    train_steps: tuple[Positive, ...] | None = None  # of each train length; None: training.max_steps each
+    stages: tuple[
+        CurriculumSettings, ...
+    ] = ()  # phases before these, on prompts of at most the first length
+    # Of each train length; None: training.max_steps each.
+    train_steps: tuple[Positive, ...] | None = None
     condition: Literal["paper", "landmark", "none", "decoy", Facts] = "paper"
     # landmarks: the question sees the meta-tokens of its document alone (`LandmarksAlone`). None: all of it.
     question_sees: Literal["landmarks"] | None = None
@@ -259,12 +282,18 @@ class FinetuneRecipe(_Settings):
                 f"task.condition is {task.condition}"
             )
         if task.question_sees and task.condition == "none":
-            raise ValueError("task.question_sees landmarks leaves nothing to see in task.condition none")
+            raise ValueError(
+                "task.question_sees landmarks leaves nothing to see in task.condition none"
+            )
         if training.teacher and (task.question_sees or has_inside_loss):
-            raise ValueError("training.teacher goes neither with task.question_sees nor with a stage's inside_loss")
+            raise ValueError(
+                "training.teacher goes neither with task.question_sees nor with a stage's inside_loss"
+            )
         if has_inside_loss and (training.fsdp or training.torch_compile):
             hiding = "fsdp" if training.fsdp else "torch_compile"
-            raise ValueError(f"a stage's inside_loss reads the states after each block, which training.{hiding} hides")
+            raise ValueError(
+                f"a stage's inside_loss reads the states after each block, which training.{hiding} hides"
+            )
         return self
 
     def phases(self) -> list["Phase"]:
@@ -276,8 +305,16 @@ class FinetuneRecipe(_Settings):
         for number, stage in enumerate(self.task.stages, start=1):
             shared = stage.model_fields_set & TrainingSettings.model_fields.keys()
             update = stage.model_dump(include=shared, exclude_none=True)
-            settings = self.training.model_copy(update=update | {"decay_steps": _NEVER, "position_jumps": None})
-            yield Phase(f"stage-{number}", settings, first_length, curriculum=stage, first_example=number * _APART)
+            settings = self.training.model_copy(
+                update=update | {"decay_steps": _NEVER, "position_jumps": None}
+            )
+            yield Phase(
+                f"stage-{number}",
+                settings,
+                first_length,
+                curriculum=stage,
+                first_example=number * _APART,
+            )
 
     def _length_phases(self) -> Iterator["Phase"]:
         # One learning rate schedule spans all train lengths: a second warm-up would damage what the first one taught.
@@ -301,8 +338,10 @@ class Phase:
     name: str  # of its folder
     settings: TrainingSettings
     train_length: int  # tokens of its longest prompts
-    curriculum: CurriculumSettings | None = None  # its entry in `task.stages`; None for a train length
-    first_example: int = 0  # the index of its first example, so that no two phases read the same ones
+    # Its entry in `task.stages`; None for a train length.
+    curriculum: CurriculumSettings | None = None
+    # The index of its first example, so that no two phases read the same ones.
+    first_example: int = 0
     schedule_start: int = 0  # the step of the learning rate's schedule at which it begins
 
     @property
@@ -368,12 +407,16 @@ def recipe_names() -> list[str]:
 def _read_yaml(source: str) -> dict[str, Any]:
     path = Path(source) if Path(source).is_file() else _PACKAGED / f"{source}.yaml"
     if not path.is_file():
-        raise UserError(f"no recipe at {source}; give a YAML file or one of: {', '.join(recipe_names())}.")
+        raise UserError(
+            f"no recipe at {source}; give a YAML file or one of: {', '.join(recipe_names())}."
+        )
     try:
         with path.open("rb") as file:
             settings = parse_yaml(file.read(MAX_BYTES + 1))
     except (yaml.YAMLError, OSError) as error:
-        raise UserError(f"recipe {source} cannot be read as YAML: {' '.join(str(error).split())}.") from error
+        raise UserError(
+            f"recipe {source} cannot be read as YAML: {' '.join(str(error).split())}."
+        ) from error
     if not isinstance(settings, dict):
         raise UserError(f"recipe {source} must be a mapping of sections.")
     return settings
@@ -384,7 +427,9 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.composer.ComposerError(None, None, "aliases are not allowed", self.peek_event().start_mark)
+            raise yaml.composer.ComposerError(
+                None, None, "aliases are not allowed", self.peek_event().start_mark
+            )
         return super().compose_node(parent, index)
 
 
@@ -417,5 +462,9 @@ def explain(kind: type[BaseModel], error: ValidationError) -> str:
         return f"{key} is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}."
     allowed: Any = kind
     for section in first["loc"][:-1]:
-        allowed = get_args(allowed)[0] if isinstance(section, int) else allowed.model_fields[section].annotation
+        allowed = (
+            get_args(allowed)[0]
+            if isinstance(section, int)
+            else allowed.model_fields[section].annotation
+        )
     return f"{key} is not a setting; allowed are {', '.join(allowed.model_fields)}."

@@ -47,7 +47,9 @@ AnalysisMetric = Literal[
     "answer_entropy",
 ]
 KeyClass = Literal["itself", "earlier_meta", "before_meta", "after_meta", "first", "near", "other"]
-AnalysisSplit = Literal["fit", "train", "held_out"]  # of an analysis's prompts; `fit` is the few that are fitted
+AnalysisSplit = Literal[
+    "fit", "train", "held_out"
+]  # of an analysis's prompts; `fit` is the few that are fitted
 
 
 def split_at(prompt: str, offsets: Sequence[int]) -> list[str]:
@@ -59,7 +61,9 @@ def split_at(prompt: str, offsets: Sequence[int]) -> list[str]:
     segments, start = [], 0
     for offset in offsets:
         if offset < start or not prompt.startswith(MARKER, offset):
-            raise UserError(f"markers: no further {MARKER!r} begins at offset {offset} of the prompt.")
+            raise UserError(
+                f"markers: no further {MARKER!r} begins at offset {offset} of the prompt."
+            )
         segments.append(prompt[start:offset])
         start = offset + len(MARKER)
     return [*segments, prompt[start:]]
@@ -81,7 +85,8 @@ class Subject(Record):
     model: str  # gpt2, pause, twin, meta, gpt-neo, the name of a folder or of a shortcut
     position_embedding: str | None = None  # learned, rope, none
     task: str | None = None
-    condition: str | None = None  # the marker condition of the prompts; for perplexity the placement of meta-tokens
+    # The marker condition of the prompts; for perplexity the placement of meta-tokens.
+    condition: str | None = None
     train_condition: str | None = None
     train_length: int | None = None  # tokens of the longest prompts in training
     length: int | None = None  # tokens; bin L holds prompts of (L/2, L] tokens
@@ -117,21 +122,29 @@ class Result(Subject, Measured):
     text_window: int | None = None  # positions; null for a model that forgets no text
     # The share of tokens whose keys and values are kept: of prompts, blocks, or the documents of landmarks_alone.
     kv_kept: float | None = None
-    kv_bytes: int | None = None  # the mean size of what is kept, meta-attention's own keys and values included
+    # The mean size of what is kept, meta-attention's own keys and values included.
+    kv_bytes: int | None = None
     metric: Metric
     value: float | None = None  # proportions in [0, 1]; null where the model cannot be run
-    n: Annotated[int, Field(ge=0)]  # examples (accuracies) or scored tokens (token_accuracy, perplexity)
+    n: Annotated[
+        int, Field(ge=0)
+    ]  # examples (accuracies) or scored tokens (token_accuracy, perplexity)
     low: float | None = None  # 95 % interval
     high: float | None = None
     chance: float | None = None
-    hits: str | None = None  # of an exact match: whether each prompt was answered, as `pack_hits` writes it
-    answer: str | None = None  # of an exact match in a run: what was answered to its first prompt, the task's example
+    # Of an exact match: whether each prompt was answered, as `pack_hits` writes it.
+    hits: str | None = None
+    # Of an exact match in a run: what was answered to its first prompt, the task's example.
+    answer: str | None = None
     seed: int
     recipe: str | None = None
 
     @model_validator(mode="after")
     def _has_a_hit_for_each_prompt(self) -> "Result":
-        if self.hits is not None and len(base64.b64decode(self.hits, validate=True)) != (self.n + 7) // 8:
+        if (
+            self.hits is not None
+            and len(base64.b64decode(self.hits, validate=True)) != (self.n + 7) // 8
+        ):
             raise ValueError(f"hits has another length than that of {self.n} bits in base64")
         return self
 
@@ -153,10 +166,13 @@ class Measurement(Subject, Measured):
     module: Literal["attention", "second_attention"] | None = None
     layer: int | None = None  # blocks from 0; for residual states, the number of blocks before
     head: int | None = None  # if layer is null too, all layers and heads together
-    marker: Literal["context", "final"] | None = None  # the meta-tokens within the prompt, or the last one
-    subject: Literal["meta", "text"] | None = None  # the meta-token, or the nearest text token before it
+    # The meta-tokens within the prompt, or the last one.
+    marker: Literal["context", "final"] | None = None
+    # The meta-token, or the nearest text token before it.
+    subject: Literal["meta", "text"] | None = None
     keys: KeyClass | None = None
-    premise: bool | None = None  # whether alpha > exp(-H) held at the boosted key, in the rows counted
+    # Whether alpha > exp(-H) held at the boosted key, in the rows counted.
+    premise: bool | None = None
     boosted: bool | None = None  # whether that key's log-odds rose, in the rows counted
     distance: int | None = None  # tokens; the upper end of a bin
     position: int | None = None  # in the prompt of one example
@@ -168,7 +184,10 @@ class Measurement(Subject, Measured):
     n: Annotated[int, Field(ge=0)]  # the number of values averaged
     low: float | None = None  # 95 % interval of the mean, over examples
     high: float | None = None
-    quantiles: Annotated[tuple[float, ...], Field(min_length=len(QUANTILES), max_length=len(QUANTILES))] | None = None
+    quantiles: (
+        Annotated[tuple[float, ...], Field(min_length=len(QUANTILES), max_length=len(QUANTILES))]
+        | None
+    ) = None
 
 
 class ExampleRecord(Record):
@@ -219,7 +238,9 @@ AnyRecord = TypeVar("AnyRecord", bound=Record)
 def library_versions() -> dict[str, str]:
     """The versions of Python and of the packages that figures depend on."""
     packages = ("metatokens", "torch", "transformers")
-    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
+    return {"python": platform.python_version()} | {
+        name: importlib.metadata.version(name) for name in packages
+    }
 
 
 def now() -> str:
@@ -245,14 +266,18 @@ def unpack_hits(packed: str, n: int) -> "np.ndarray":
     """The n bools that `pack_hits` wrote."""
     import numpy as np
 
-    return np.unpackbits(np.frombuffer(base64.b64decode(packed), dtype=np.uint8), count=n).astype(bool)
+    return np.unpackbits(np.frombuffer(base64.b64decode(packed), dtype=np.uint8), count=n).astype(
+        bool
+    )
 
 
 def read_lines(path: Path, kind: type[AnyRecord]) -> list[AnyRecord]:
     """The records of a file, which may be compressed (gzip). Errors name the file and the line."""
     # Only a line feed ends a record: str.splitlines would also split at other separators inside a text.
     lines = enumerate(read_text(path).split("\n"), start=1)
-    return [_validate(kind, line, f"{path}, line {number}") for number, line in lines if line.strip()]
+    return [
+        _validate(kind, line, f"{path}, line {number}") for number, line in lines if line.strip()
+    ]
 
 
 def read_record(path: Path, kind: type[AnyRecord]) -> AnyRecord:
@@ -268,7 +293,9 @@ def read_text(path: Path) -> str:
     """
     try:
         content = path.read_bytes()
-        return (gzip.decompress(content) if content.startswith(_GZIP) else content).decode()
+        return (gzip.decompress(content) if content.startswith(_GZIP) else content).decode(
+            "utf-8-sig"
+        )
     except OSError as error:  # BadGzipFile is one
         raise UserError(f"cannot read {path}: {error.strerror or error}.") from error
     except (EOFError, zlib.error, UnicodeDecodeError) as error:
@@ -282,4 +309,6 @@ def _validate(kind: type[AnyRecord], text: str, source: str) -> AnyRecord:
     except ValidationError as error:
         first = error.errors()[0]
         field = " ".join(".".join(map(str, first["loc"])).split())
-        raise UserError(f"{source}: {field + ': ' if field else ''}{broken_rule(first)}.") from error
+        raise UserError(
+            f"{source}: {field + ': ' if field else ''}{broken_rule(first)}."
+        ) from error

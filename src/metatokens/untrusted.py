@@ -26,7 +26,14 @@ _CLASSES: dict[str, type[PreTrainedConfig]] = {"meta_gpt2": MetaGPT2Config, "gpt
 _FURTHER_FIELDS = {
     *("dtype", "torch_dtype", "meta_token_id", "unpadded_vocab_size", "attention_layers"),
     # Rotary positions as releases of transformers before 5 wrote them.
-    *("rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct", "rotary_emb_base", "rope_local_base_freq"),
+    *(
+        "rope_theta",
+        "rope_scaling",
+        "partial_rotary_factor",
+        "rotary_pct",
+        "rotary_emb_base",
+        "rope_local_base_freq",
+    ),
     *("global_rope_theta", "local_rope_theta", "sliding_window_pattern"),
 }
 _RETROFITTED = {"base_model_type", "architectures", "meta_attention"}
@@ -47,12 +54,18 @@ def read_config(folder: Path, kinds: Set[str]) -> PreTrainedConfig:
         if kind not in kinds:
             if kind == MODEL_TYPE:
                 raise ValueError(f"the model in {folder} has meta-tokens already")
-            raise ValueError(f"{folder} holds a {kind} model, which is no decoder that metatokens supports")
+            raise ValueError(
+                f"{folder} holds a {kind} model, which is no decoder that metatokens supports"
+            )
         base = settings.get("base_model_type") if kind == MODEL_TYPE else kind
         declared = _CLASSES.get(base) or CONFIG_MAPPING[base]
         config = _of_known_fields(settings, declared, is_retrofitted=kind == MODEL_TYPE)
-        if config.get_text_config() is not config:  # its parts are configurations, whose fields nothing here bounds
-            raise ValueError(f"{folder} holds a {base} model, which takes more than text: load it by transformers")
+        if (
+            config.get_text_config() is not config
+        ):  # its parts are configurations, whose fields nothing here bounds
+            raise ValueError(
+                f"{folder} holds a {base} model, which takes more than text: load it by transformers"
+            )
         check_memory(config, has_masks=base == "gpt_neo")
     except (StrictDataclassError, *DAMAGED) as error:
         raise UserError(f"{path} is not a model configuration: {one_line(error)}.") from error
@@ -67,7 +80,9 @@ def _of_known_fields(
     layers = sum(len(kinds) * abs(count) for kinds, count in settings.get("attention_types") or ())
     if layers > MAX_LAYERS:
         raise ValueError(f"attention_types has more than {MAX_LAYERS:,} layers")
-    known = {field.name for field in fields(declared)} - {field.name for field in fields(PreTrainedConfig)}
+    known = {field.name for field in fields(declared)} - {
+        field.name for field in fields(PreTrainedConfig)
+    }
     known |= _FURTHER_FIELDS
     if is_retrofitted:
         known |= _RETROFITTED
@@ -99,11 +114,23 @@ def check_memory(config: PreTrainedConfig, *, has_masks: bool = False) -> None:
     """
     layers, positions = config.num_hidden_layers, getattr(config, "max_position_embeddings", 1)
     inner = getattr(config, "n_inner", None) or getattr(config, "intermediate_size", None) or 1
-    if min(config.vocab_size, config.hidden_size, layers, config.num_attention_heads, positions, inner) < 1:
+    if (
+        min(
+            config.vocab_size,
+            config.hidden_size,
+            layers,
+            config.num_attention_heads,
+            positions,
+            inner,
+        )
+        < 1
+    ):
         raise UserError("sizes in a model configuration must be positive.")
     if layers > MAX_LAYERS:
         raise UserError(f"the model has {layers:,} layers; allowed are {MAX_LAYERS:,}.")
     needed = 2 * parameters_at_least(config) + has_masks * layers * positions**2
     memory = physical_memory()
     if needed > memory:
-        raise UserError(f"the model takes {needed:,} bytes at least, and this machine's memory has {memory:,}.")
+        raise UserError(
+            f"the model takes {needed:,} bytes at least, and this machine's memory has {memory:,}."
+        )

@@ -37,7 +37,9 @@ class RecordingOracle(DenseOracle):
     def attention(self, x: Tensor, name: str, allowed: Tensor) -> Tensor:
         """Record the scores, (heads, T, T), with -inf for masked keys."""
         size = self.config.hidden_size // self.config.num_attention_heads
-        q, k, _ = self._affine(x, name + ".qkv_proj").unflatten(-1, (3, -1, size)).permute(1, 2, 0, 3)
+        q, k, _ = (
+            self._affine(x, name + ".qkv_proj").unflatten(-1, (3, -1, size)).permute(1, 2, 0, 3)
+        )
         if self.config.position_embedding == "rope":
             q, k = rotate_by_position(q), rotate_by_position(k)
         scores = torch.einsum("hqd,hkd->hqk", q, k) / math.sqrt(size)
@@ -46,7 +48,9 @@ class RecordingOracle(DenseOracle):
         return super().attention(x, name, allowed)
 
 
-def record(model: MetaGPT2ForCausalLM, ids: Sequence[int], *, zeroed: bool = False) -> RecordingOracle:
+def record(
+    model: MetaGPT2ForCausalLM, ids: Sequence[int], *, zeroed: bool = False
+) -> RecordingOracle:
     """The oracle after a pass over a prompt."""
     oracle = RecordingOracle(model, zeroed=zeroed)
     with torch.no_grad():

@@ -81,7 +81,9 @@ def test_samples_are_filed_by_their_fields():
     samples.add(0, torch.tensor(5.0), metric="similarity_centred", layer=1)
     samples.add(0, torch.tensor(3.0), metric="similarity_centred", layer=0)
 
-    first, second = samples.measurements(analysis="residual", model="meta", position_embedding="rope", seed=0)
+    first, second = samples.measurements(
+        analysis="residual", model="meta", position_embedding="rope", seed=0
+    )
 
     expected = summary([np.array([1.0, 2.0, 3.0]), np.array([6.0])])
     assert (first.layer, first.value, first.n) == (0, 3.0, 4)

@@ -47,7 +47,9 @@ def weights_of(inputs):
     return inputs.logits(rows).softmax(dim=-1)
 
 
-@pytest.mark.quick(name=["gemma3_text", "gpt2", "gpt_neox", "llama", "mixtral", "opt", "qwen3_next"])
+@pytest.mark.quick(
+    name=["gemma3_text", "gpt2", "gpt_neox", "llama", "mixtral", "opt", "qwen3_next"]
+)
 @pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - COMPUTED_INSIDE - SINKS))
 def test_states_weights_and_logits_are_those_that_the_model_returns(name):
     model, ids = retrofitted(name), prompt().ids
@@ -64,7 +66,9 @@ def test_states_weights_and_logits_are_those_that_the_model_returns(name):
         )
     assert error(seen.logits[:, :META], out.logits[0, :, :META]) < ROUNDED
     assert len(seen.states) == len(out.hidden_states)
-    for state, expected in zip(seen.states[:-1], out.hidden_states, strict=False):  # the last one has passed a norm
+    for state, expected in zip(
+        seen.states[:-1], out.hidden_states, strict=False
+    ):  # the last one has passed a norm
         assert error(state, expected[0]) < ROUNDED
     first = [inputs for (module, _), inputs in seen.attention.items() if module == "attention"]
     returned = [weights for weights in out.attentions if weights is not None]

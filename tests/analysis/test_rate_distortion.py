@@ -192,7 +192,9 @@ def test_held_out_examples_are_not_trained_on(examples):
 def test_an_intervention_is_in_force_and_filed(examples):
     model, no_position = tiny_model(), NoPosition()
 
-    measured = rate_distortion(model, examples[:60], ABOUT, held_out=10, fits=1, intervention=no_position)
+    measured = rate_distortion(
+        model, examples[:60], ABOUT, held_out=10, fits=1, intervention=no_position
+    )
 
     with intervene(model, no_position):
         within = rate_distortion(model, examples[:60], ABOUT, held_out=10, fits=1)
@@ -207,5 +209,7 @@ def test_an_intervention_is_in_force_and_filed(examples):
 
 
 def test_too_few_examples_are_refused():
-    with pytest.raises(UserError, match="59 examples with 10 held out are too few: training needs 50"):
+    with pytest.raises(
+        UserError, match="59 examples with 10 held out are too few: training needs 50"
+    ):
         rate_distortion(tiny_model(), examples_of([4] * 59), ABOUT, held_out=10)

@@ -150,7 +150,9 @@ def slow_attention(model):
                 if not metas_seen:
                     continue
                 for head in range(4):
-                    before = {key: without.scores[module, layer][head, query, key].item() for key in keys}
+                    before = {
+                        key: without.scores[module, layer][head, query, key].item() for key in keys
+                    }
                     after = {key: scores[head, query, key].item() for key in keys}
                     for metric, numbers in values_of_row(before, after, metas_seen).items():
                         values[metric, module, layer, head] += numbers
@@ -160,12 +162,16 @@ def slow_attention(model):
 
 def test_attention_against_the_oracle(model, measurements):
     expected = slow_attention(model)
-    tolerance = ROUNDED if model.config.position_embedding == "rope" else 1e-9  # rotary tables are float32
+    tolerance = (
+        ROUNDED if model.config.position_embedding == "rope" else 1e-9
+    )  # rotary tables are float32
 
     measured = {}
     for line in measurements:
         if line.module is not None:
-            metric = line.metric if line.premise is None else (line.metric, line.premise, line.boosted)
+            metric = (
+                line.metric if line.premise is None else (line.metric, line.premise, line.boosted)
+            )
             measured[metric, line.module, line.layer, line.head] = line
     assert measured.keys() >= expected.keys()
     for key, line in measured.items():
@@ -185,9 +191,13 @@ def test_outputs_against_the_oracle(model, measurements):
             before, after = logits_before[meta].tolist(), logits_after[meta].tolist()
             marker = "final" if meta == metas[-1] else "context"
             expected["output_top_logit_change", marker].append(max(after) - max(before))
-            expected["output_entropy_change", marker].append(plain_entropy(after) - plain_entropy(before))
+            expected["output_entropy_change", marker].append(
+                plain_entropy(after) - plain_entropy(before)
+            )
             if marker == "final":
-                expected["output_answer_logit_change", marker].append(after[ANSWER] - before[ANSWER])
+                expected["output_answer_logit_change", marker].append(
+                    after[ANSWER] - before[ANSWER]
+                )
 
     measured = {(line.metric, line.marker): line for line in measurements if line.module is None}
     assert measured.keys() == expected.keys()

@@ -17,7 +17,9 @@ SETTINGS = [
 ]
 SMALL = "--set " + " --set ".join(SETTINGS)
 PRETRAIN = f"pretrain --recipe demo {SMALL}"
-FINETUNE = "finetune --set training.max_steps=2 --set training.save_steps=2 --set training.logging_steps=1"
+FINETUNE = (
+    "finetune --set training.max_steps=2 --set training.save_steps=2 --set training.logging_steps=1"
+)
 
 Run = Callable[[str], tuple[int, str, str]]
 Succeed = Callable[[str], tuple[str, str]]

@@ -44,7 +44,9 @@ printf '%s\n' "${COMPREPLY[@]}"
 def test_bash_completes_verbs_options_and_names() -> None:
     assert completed("p") == ["pretrain", "perplexity", "plot"]
     assert completed("evaluate", "--ta") == ["--task"]
-    assert completed("evaluate", "--model", "hf:nobody/nothing", "--task", "p") == ["parity"]  # which is not fetched
+    assert completed("evaluate", "--model", "hf:nobody/nothing", "--task", "p") == [
+        "parity"
+    ]  # which is not fetched
     assert completed("reproduce", "--preset", "sm") == ["smoke", "small"]
     assert completed("pretrain", "--recipe", "paper_e") == ["paper_extend"]
     assert completed("analyze", "r") == ["residual", "rate-distortion"]
@@ -53,7 +55,12 @@ def test_bash_completes_verbs_options_and_names() -> None:
 @needs_bash
 def test_completion_is_installed_for_bash(tmp_path: Path) -> None:
     home = os.environ | PATH | {"HOME": str(tmp_path)}
-    subprocess.run(["bash", "-c", "metatokens --install-completion; true"], env=home, check=True, capture_output=True)
+    subprocess.run(
+        ["bash", "-c", "metatokens --install-completion; true"],
+        env=home,
+        check=True,
+        capture_output=True,
+    )
     shell = ["bash", "-c", "source ~/.bashrc; complete -p metatokens"]
     done = subprocess.run(shell, env=home, check=True, capture_output=True, text=True)
     assert done.stdout.endswith(" metatokens\n")
@@ -68,9 +75,14 @@ try:
 except SystemExit:
     print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})))
 """
-    line = {"COMP_WORDS": "metatokens evaluate --model hf:nobody/nothing --task p", "COMP_CWORD": "5"}
+    line = {
+        "COMP_WORDS": "metatokens evaluate --model hf:nobody/nothing --task p",
+        "COMP_CWORD": "5",
+    }
     told = os.environ | line | {"_METATOKENS_COMPLETE": "complete_bash"}
-    done = subprocess.run([sys.executable, "-c", code], env=told, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=told, capture_output=True, text=True, check=True
+    )
     offered, loaded = done.stdout.splitlines()
     assert offered == "parity"
     assert HEAVY.isdisjoint(json.loads(loaded))

@@ -15,21 +15,32 @@ def tokens(workplace: Path, small_store: TokenStore) -> None:
     shutil.copytree(small_store.path, workplace / "tokens")
 
 
-def test_pretraining_by_a_rule_goes_on_as_another_run_does_not(run: Succeed, refused: Refuse) -> None:
+def test_pretraining_by_a_rule_goes_on_as_another_run_does_not(
+    run: Succeed, refused: Refuse
+) -> None:
     run(f"{PRETRAIN} --landmarks sentence --out base")
     run(f"{PRETRAIN} --set data.placement=sentence --out base")  # the same run
-    refused(f"{PRETRAIN} --landmarks every:8 --out base", "data.placement was 'sentence' and is now 'every:8'")
+    refused(
+        f"{PRETRAIN} --landmarks every:8 --out base",
+        "data.placement was 'sentence' and is now 'every:8'",
+    )
     run(f"{PRETRAIN} --landmarks every:8 --out other")
 
     settings = json.loads(Path("base/settings.json").read_text())
     assert settings["recipe"]["data"]["placement"] == "sentence"
-    assert Path("other/model.safetensors").read_bytes() != Path("base/model.safetensors").read_bytes()
+    assert (
+        Path("other/model.safetensors").read_bytes() != Path("base/model.safetensors").read_bytes()
+    )
 
 
 def test_perplexity_with_landmarks(small_model: Models, run: Succeed) -> None:
     measure = f"perplexity --model {small_model()} --corpus tokens --block-size 32 --max-tokens 600 --json"
 
-    printed = [run(measure), run(f"{measure} --landmarks sentence"), run(f"{measure} --landmarks every:6")]
+    printed = [
+        run(measure),
+        run(f"{measure} --landmarks sentence"),
+        run(f"{measure} --landmarks every:6"),
+    ]
 
     lines = [json.loads(output) for output, _ in printed]
     assert column(lines, "condition") == ["none", "sentence", "every:6"]
@@ -37,9 +48,13 @@ def test_perplexity_with_landmarks(small_model: Models, run: Succeed) -> None:
     assert len(set(column(lines, "value"))) == 3
 
 
-def test_answers_through_landmarks_alone(small_model: Models, run: Succeed, refused: Refuse) -> None:
+def test_answers_through_landmarks_alone(
+    small_model: Models, run: Succeed, refused: Refuse
+) -> None:
     task = "--task list_recall --condition facts_1 --lengths 128 -n 3"
-    evaluate = f"evaluate --model {small_model(second_attention='meta')} --intervention landmarks_alone"
+    evaluate = (
+        f"evaluate --model {small_model(second_attention='meta')} --intervention landmarks_alone"
+    )
 
     output, _ = run(f"{evaluate} {task} --json")
 
@@ -48,4 +63,7 @@ def test_answers_through_landmarks_alone(small_model: Models, run: Succeed, refu
     assert exact["n"] == 3
     assert 0.1 < exact["kv_kept"] < 0.3
     refused(f"{evaluate} --data records.jsonl", "--intervention landmarks_alone goes with --task")
-    refused(f"{evaluate} {task} --predictions answers.jsonl", "--intervention landmarks_alone goes with --task")
+    refused(
+        f"{evaluate} {task} --predictions answers.jsonl",
+        "--intervention landmarks_alone goes with --task",
+    )

@@ -50,12 +50,22 @@ def test_files_of_others_are_kept(workplace: Path, small_model: Models, metatoke
     kind = metatokens(f"{look} thesis.html")
     missing = metatokens(f"{look} missing/page.html")
 
-    assert kind == (2, "", "metatokens: thesis.html is another kind of file, and is kept; give another name.\n")
-    assert missing == (2, "", "metatokens: cannot write to missing/page.html: No such file or directory.\n")
+    assert kind == (
+        2,
+        "",
+        "metatokens: thesis.html is another kind of file, and is kept; give another name.\n",
+    )
+    assert missing == (
+        2,
+        "",
+        "metatokens: cannot write to missing/page.html: No such file or directory.\n",
+    )
     assert Path("thesis.html").read_text() == "years of work"
 
 
-def test_the_model_that_comes_along_is_small_and_answers(workplace: Path, run: Succeed, metatokens: Run) -> None:
+def test_the_model_that_comes_along_is_small_and_answers(
+    workplace: Path, run: Succeed, metatokens: Run
+) -> None:
     command = (
         'generate --model example --marker _PAUSE_ --max-new-tokens 1 "Birds: owl robin crow\n'
         'Metals: iron zinc copper\nBirds: owl robin _PAUSE_ crow\nQ: What is item 2 of Birds? _PAUSE_"'
@@ -75,7 +85,9 @@ def test_the_model_that_comes_along_is_small_and_answers(workplace: Path, run: S
     assert metatokens(command)[0] == 2
 
 
-@pytest.mark.parametrize(("task", "expected"), [("list_recall", 40), ("parity", 32)])  # guessing gives 4 and 20
+@pytest.mark.parametrize(
+    ("task", "expected"), [("list_recall", 40), ("parity", 32)]
+)  # guessing gives 4 and 20
 def test_the_model_that_comes_along_answers_with_the_text_covered(task: str, expected: int) -> None:
     model, tokenizer = load_model(EXAMPLE), load_tokenizer(str(EXAMPLE))
     prompts = draw_test_examples(task, 128, 40, tokenizer, condition="paper", documents=[])

@@ -20,13 +20,18 @@ from tests.cli.command_lines import PRETRAIN, SMALL, Contents, Models, Run
 
 @pytest.fixture(scope="module")
 def ground(
-    small_corpus: Path, small_store: TokenStore, small_model: Models, tmp_path_factory: pytest.TempPathFactory
+    small_corpus: Path,
+    small_store: TokenStore,
+    small_model: Models,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """A folder of good and bad inputs, which no command below may change."""
     ground = tmp_path_factory.mktemp("ground")
     shutil.copy(small_corpus, ground / "text.txt")
     shutil.copytree(small_store.path, ground / "tokens")
-    settings = write_token_store(ground / "other-tokens", str(ground / "text.txt"), "train:300").manifest.settings
+    settings = write_token_store(
+        ground / "other-tokens", str(ground / "text.txt"), "train:300"
+    ).manifest.settings
     (ground / "unfinished" / ".partial" / "train").mkdir(parents=True)
     plan = Plan(settings=settings, parts=(), shard_characters=1, first=())
     (ground / "unfinished" / ".partial" / "plan.json").write_text(plan.model_dump_json())
@@ -36,18 +41,26 @@ def ground(
     (ground / "empty.txt").write_text(" \n\n")
     (ground / "short.txt").write_text("a few words")
     (ground / "broken.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n{"text": \n')
-    (ground / "records.jsonl").write_text('{"prompt": "a", "completion": " b"}\n\n{"prompt": "a", "completion": }\n')
-    (ground / "long.jsonl").write_text(json.dumps({"prompt": "the cat " * 60, "completion": " sat"}))
+    (ground / "records.jsonl").write_text(
+        '{"prompt": "a", "completion": " b"}\n\n{"prompt": "a", "completion": }\n'
+    )
+    (ground / "long.jsonl").write_text(
+        json.dumps({"prompt": "the cat " * 60, "completion": " sat"})
+    )
     (ground / "notes").mkdir()
     (ground / "notes" / "thesis.txt").write_text("years of work")
 
     shutil.copytree(small_model(), ground / "model")
-    shutil.copytree(small_model(position_embedding="learned", max_position_embeddings=48), ground / "learned")
+    shutil.copytree(
+        small_model(position_embedding="learned", max_position_embeddings=48), ground / "learned"
+    )
     shutil.copytree(small_model(second_attention="none", meta_token_id=None), ground / "unmarked")
     for name in ("flipped", "gone", "foreign-cut"):
         shutil.copytree(ground / "model", ground / name)
     weights = (ground / "model" / "model.safetensors").read_bytes()
-    (ground / "flipped" / "model.safetensors").write_bytes(weights[:-9] + bytes([weights[-9] ^ 1]) + weights[-8:])
+    (ground / "flipped" / "model.safetensors").write_bytes(
+        weights[:-9] + bytes([weights[-9] ^ 1]) + weights[-8:]
+    )
     (ground / "gone" / "tokenizer.json").unlink()
     (ground / "foreign-cut" / "manifest.json").unlink()  # as other programs save models
     (ground / "foreign-cut" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
@@ -130,9 +143,16 @@ def is_one_sentence(error: str) -> bool:
     return error.startswith("metatokens: ") and error.endswith(".\n") and error.count("\n") == 1
 
 
-@pytest.mark.parametrize(("line", "said"), MISTAKES.items(), ids=[line.replace(SMALL, "...") for line in MISTAKES])
+@pytest.mark.parametrize(
+    ("line", "said"), MISTAKES.items(), ids=[line.replace(SMALL, "...") for line in MISTAKES]
+)
 def test_a_mistake_is_one_sentence_and_nothing_is_lost(
-    line: str, said: str, ground: Path, contents: Contents, metatokens: Run, monkeypatch: pytest.MonkeyPatch
+    line: str,
+    said: str,
+    ground: Path,
+    contents: Contents,
+    metatokens: Run,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ground)
     before = contents(ground)
@@ -156,9 +176,14 @@ def test_a_result_file_is_tried_before_anything_is_measured(
 
 @pytest.mark.slow  # it imports everything anew, to see that no library prints a notice
 def test_a_mistake_in_a_process_of_its_own(ground: Path) -> None:
-    quiet = {"TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"}  # which the command has to set itself
+    quiet = {
+        "TRANSFORMERS_VERBOSITY",
+        "HF_HUB_DISABLE_PROGRESS_BARS",
+    }  # which the command has to set itself
     environment = {key: value for key, value in os.environ.items() if key not in quiet}
     line = "-m metatokens evaluate --model learned --task parity --lengths 32,64"
-    done = subprocess.run([sys.executable, *line.split()], cwd=ground, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *line.split()], cwd=ground, env=environment, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert is_one_sentence(done.stderr), done.stderr

@@ -16,14 +16,21 @@ from metatokens.errors import UserError
 from tests.cli.command_lines import Run
 
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
-OPTIONS = [(verb, option) for verb, command in COMMANDS.items() for option in command.params if option.name != "help"]
+OPTIONS = [
+    (verb, option)
+    for verb, command in COMMANDS.items()
+    for option in command.params
+    if option.name != "help"
+]
 
 
 def test_the_version_is_the_packages(metatokens: Run) -> None:
     assert metatokens("--version") == (0, f"metatokens {version('metatokens')}\n", "")
 
 
-def test_help_lists_the_verbs_in_the_order_of_their_use(metatokens: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_lists_the_verbs_in_the_order_of_their_use(
+    metatokens: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = []
     for panel, verbs in PANELS.items():
         expected.append(panel)
@@ -37,7 +44,9 @@ def test_help_lists_the_verbs_in_the_order_of_their_use(metatokens: Run, monkeyp
     assert listed == expected  # one line each
 
 
-@pytest.mark.parametrize(("verb", "option"), OPTIONS, ids=[f"{verb} {option.opts[0]}" for verb, option in OPTIONS])
+@pytest.mark.parametrize(
+    ("verb", "option"), OPTIONS, ids=[f"{verb} {option.opts[0]}" for verb, option in OPTIONS]
+)
 def test_every_option_says_what_it_is_and_takes(verb: str, option: Any) -> None:
     assert option.help.endswith(".")
     assert option.metavar or option.is_flag
@@ -61,19 +70,32 @@ def test_an_option_takes_the_same_in_every_verb() -> None:
 
 
 def test_the_documentation_has_a_page_of_the_commands() -> None:
-    line = [sys.executable, "-m", "typer", "metatokens.cli", "utils", "docs", "--name", "metatokens"]
+    line = [
+        sys.executable,
+        "-m",
+        "typer",
+        "metatokens.cli",
+        "utils",
+        "docs",
+        "--name",
+        "metatokens",
+    ]
 
     page = html.unescape(subprocess.run(line, capture_output=True, text=True, check=True).stdout)
 
     headings = [part.splitlines()[0] for part in page.split("\n## ")[1:]]
-    cut_short = [verb for verb, command in COMMANDS.items() if f"`: {command.short_help}\n" not in page]
+    cut_short = [
+        verb for verb, command in COMMANDS.items() if f"`: {command.short_help}\n" not in page
+    ]
     expected = [f"`metatokens {verb}`" for verb in COMMANDS]
     assert headings == expected
     assert cut_short == []
 
 
 def test_a_dry_run_prints_the_stages_and_their_cost(metatokens: Run, tmp_path: Path) -> None:
-    status, output, error = metatokens(f"reproduce --preset demo --out {tmp_path / 'new'} --only table9 --dry-run")
+    status, output, error = metatokens(
+        f"reproduce --preset demo --out {tmp_path / 'new'} --only table9 --dry-run"
+    )
 
     minutes, units, names = zip(*(line.split() for line in output.splitlines()), strict=True)
     hours = sum(map(float, minutes)) / 60

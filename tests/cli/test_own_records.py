@@ -28,13 +28,19 @@ def records(workplace: Path) -> None:
 
 @pytest.mark.usefixtures("records")
 def test_own_records_are_trained_on_and_measured(small_model: Models, run: Succeed) -> None:
-    tune = f"{TUNE} --model {small_model()} --set training.max_steps=60 --set training.save_steps=60"
+    tune = (
+        f"{TUNE} --model {small_model()} --set training.max_steps=60 --set training.save_steps=60"
+    )
 
     output, error = run(f"{tune} --train-lengths 64 --eval-data held_out.jsonl --out tuned --json")
-    again, _ = run("evaluate --model tuned/data --data held_out.jsonl --predictions answers.jsonl --json")
+    again, _ = run(
+        "evaluate --model tuned/data --data held_out.jsonl --predictions answers.jsonl --json"
+    )
 
     first, *_, progress, last = error.splitlines()
-    assert first == "--train-lengths is ignored: the records of --data are used whatever their length."
+    assert (
+        first == "--train-lengths is ignored: the records of --data are used whatever their length."
+    )
     assert "held-out exact match 50.0%" in progress
     assert last == "models: tuned/data"
     measured = [point for point in lines_of("tuned/data/curve.jsonl") if "eval_loss" in point]
@@ -52,8 +58,12 @@ def test_own_records_are_trained_on_and_measured(small_model: Models, run: Succe
 
 
 @pytest.mark.usefixtures("records")
-def test_neither_weights_nor_losses_depend_on_what_is_measured(small_model: Models, run: Succeed) -> None:
-    tune = f"{TUNE} --model {small_model()} --set training.max_steps=4 --set training.logging_steps=1"
+def test_neither_weights_nor_losses_depend_on_what_is_measured(
+    small_model: Models, run: Succeed
+) -> None:
+    tune = (
+        f"{TUNE} --model {small_model()} --set training.max_steps=4 --set training.logging_steps=1"
+    )
 
     run(f"{tune} --eval-data held_out.jsonl --out measured")
     run(f"{tune} --out plain")
@@ -62,13 +72,19 @@ def test_neither_weights_nor_losses_depend_on_what_is_measured(small_model: Mode
     losses = [point for point in measured if "loss" in point]
     assert len(measured) > len(losses) > 0
     assert plain == losses
-    assert Path("plain/data/model.safetensors").read_bytes() == Path("measured/data/model.safetensors").read_bytes()
+    assert (
+        Path("plain/data/model.safetensors").read_bytes()
+        == Path("measured/data/model.safetensors").read_bytes()
+    )
 
 
 def test_records_with_landmarks_are_trained_on_and_measured_alike(
     workplace: Path, small_model: Models, run: Succeed, refused: Refuse
 ) -> None:
-    records = [{"prompt": "the cat\nsat", "completion": " hills"}, {"prompt": "two dogs. Over", "completion": " river"}]
+    records = [
+        {"prompt": "the cat\nsat", "completion": " hills"},
+        {"prompt": "two dogs. Over", "completion": " river"},
+    ]
     write_records("own.jsonl", records)
     tune = f"finetune --model {small_model()} --data own.jsonl --eval-data own.jsonl --set training.max_steps=2"
 
@@ -78,8 +94,13 @@ def test_records_with_landmarks_are_trained_on_and_measured_alike(
     after_tuning, again = read_lines(tuned), read_lines(evaluated)
     assert column(after_tuning, "value") == column(again, "value")
     assert column(after_tuning, "condition") == column(again, "condition") == ["line", "line"]
-    assert json.loads(Path("tuned/settings.json").read_text())["recipe"]["task"]["landmarks"] == "line"
-    refused(f"{tune} --landmarks sentence --out tuned", "task.landmarks was 'line' and is now 'sentence'")
+    assert (
+        json.loads(Path("tuned/settings.json").read_text())["recipe"]["task"]["landmarks"] == "line"
+    )
+    refused(
+        f"{tune} --landmarks sentence --out tuned",
+        "task.landmarks was 'line' and is now 'sentence'",
+    )
 
 
 @pytest.mark.parametrize(("unmarked", "warnings"), [(2, 1), (0, 0)])
@@ -87,7 +108,9 @@ def test_a_record_with_a_marker_in_its_text_and_no_markers_is_named_once(
     unmarked: int, warnings: int, workplace: Path, small_model: Models, metatokens: Run
 ) -> None:
     text = {"prompt": "the cat _PAUSE_ sat", "completion": " river"}
-    write_records("own.jsonl", [text | {"markers": [7]}, text | {"markers": []}, *[text] * unmarked])
+    write_records(
+        "own.jsonl", [text | {"markers": [7]}, text | {"markers": []}, *[text] * unmarked]
+    )
 
     _, _, error = metatokens(f"evaluate --model {small_model()} --data own.jsonl")
 

@@ -16,7 +16,9 @@ NUMBER = r"[0-9.,e+-]+"
 FIGURES = rf"loss {NUMBER}, (held-out loss {NUMBER} \(step 3\), )?learning rate {NUMBER}, {NUMBER} tokens/s"
 
 
-def test_figures_are_printed_where_no_terminal_is(workplace: Path, small_store: TokenStore, run: Succeed) -> None:
+def test_figures_are_printed_where_no_terminal_is(
+    workplace: Path, small_store: TokenStore, run: Succeed
+) -> None:
     (workplace / "tokens").symlink_to(small_store.path)
     longer = PRETRAIN.replace("training.max_steps=2", "training.max_steps=4")
 
@@ -33,12 +35,18 @@ def test_lines_of_figures_are_half_a_minute_apart(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr(sys.modules["metatokens.cli.output"], "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(
+        sys.modules["metatokens.cli.output"], "time", SimpleNamespace(monotonic=lambda: now[0])
+    )
 
     with progress_bar("finetune") as progress:
         for step in range(1, 1001):
             now[0] += 1.0
-            progress(step, 1000, {} if step < 5 else {"loss": (2.5, step), "eval_exact_match": (0.5, step)})
+            progress(
+                step,
+                1000,
+                {} if step < 5 else {"loss": (2.5, step), "eval_exact_match": (0.5, step)},
+            )
 
     lines = capsys.readouterr().err.splitlines()
     steps = [int(line.split()[1].split("/")[0].replace(",", "")) for line in lines]

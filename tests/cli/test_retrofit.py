@@ -14,7 +14,13 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from metatokens import encode_prompt, load_meta, save_meta
 from metatokens.analysis import rate_distortion
@@ -47,9 +53,13 @@ def base(small_store: TokenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """A folder with a Llama as others save it, whose tokenizer has no meta-token."""
     monkeypatch.chdir(tmp_path)
     backend = json.loads(small_store.tokenizer.backend_tokenizer.to_str())
-    backend["added_tokens"] = [token for token in backend["added_tokens"] if token["content"] != META_TOKEN]
+    backend["added_tokens"] = [
+        token for token in backend["added_tokens"] if token["content"] != META_TOKEN
+    ]
     eos = small_store.tokenizer.eos_token
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(backend)), eos_token=eos)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(backend)), eos_token=eos
+    )
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=16,
@@ -75,7 +85,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     """Has the Hub give local folders for names."""
 
     def serve(folders: dict[str, str]) -> None:
-        monkeypatch.setattr("metatokens.checkpoint.snapshot_download", lambda name, **_: folders[name])
+        monkeypatch.setattr(
+            "metatokens.checkpoint.snapshot_download", lambda name, **_: folders[name]
+        )
 
     return serve
 
@@ -118,7 +130,10 @@ def test_from_a_base_to_answers(delta: str, base: Path, run: Succeed) -> None:
 
 def test_what_was_added_alone_goes_from_the_command_to_python(base: Path, run: Succeed) -> None:
     config = json_of("base/config.json")
-    config |= {"unk_token_id": 0, "_model_name_or_path": "somewhere"}  # which no class of configurations declares
+    config |= {
+        "unk_token_id": 0,
+        "_model_name_or_path": "somewhere",
+    }  # which no class of configurations declares
     (base / "config.json").write_text(json.dumps(config))
     run(f"{RETROFIT} --delta")
     model = load_meta(AutoModelForCausalLM.from_pretrained(base), "model")
@@ -128,9 +143,13 @@ def test_what_was_added_alone_goes_from_the_command_to_python(base: Path, run: S
     tokenizer = AutoTokenizer.from_pretrained("model")
     tokenizer.save_pretrained("again")
     ids = torch.tensor([encode_prompt(tokenizer, "the cat", landmarks="every:1")])
-    continued = model.generate(ids, max_new_tokens=6, meta_every=2, do_sample=False)[0, ids.shape[1] :]
+    continued = model.generate(ids, max_new_tokens=6, meta_every=2, do_sample=False)[
+        0, ids.shape[1] :
+    ]
 
-    output, _ = run("generate --model again --landmarks every:1 --meta-every 2 --max-new-tokens 6 'the cat'")
+    output, _ = run(
+        "generate --model again --landmarks every:1 --meta-every 2 --max-new-tokens 6 'the cat'"
+    )
 
     assert output == f"the cat{tokenizer.decode(continued, skip_special_tokens=True)}\n"
 
@@ -156,7 +175,9 @@ def test_finetuning_computes_the_logits_that_it_is_scored_on_alone(
 @pytest.mark.quick(kind=["base too", "lora"])
 @warnings_of_peft
 @pytest.mark.parametrize("kind", ["added", "delta", "base too", "lora"])
-def test_a_base_in_half_precision_is_trained_by_small_steps(kind: str, base: Path, run: Succeed) -> None:
+def test_a_base_in_half_precision_is_trained_by_small_steps(
+    kind: str, base: Path, run: Succeed
+) -> None:
     LlamaForCausalLM.from_pretrained("base").to(torch.bfloat16).save_pretrained("base")
     option = {"base too": "--set training.train_base=true", "lora": LORA}.get(kind, "")
     file = DELTA if kind == "delta" else WHOLE
@@ -175,7 +196,11 @@ def test_a_base_in_half_precision_is_trained_by_small_steps(kind: str, base: Pat
         if not any(part in name for part in without_gradient):
             assert (after[name] != before[name].float()).float().mean() > 0.7, name
     if kind != "lora":
-        trained = {name for name in after if not torch.equal(after[name].to(before[name].dtype), before[name])}
+        trained = {
+            name
+            for name in after
+            if not torch.equal(after[name].to(before[name].dtype), before[name])
+        }
         assert trained <= in_float32
 
 
@@ -187,7 +212,9 @@ def test_perplexity_is_the_bases(base: Path, run: Succeed) -> None:
         losses = [model(block[None], labels=block[None]).loss for block in text.split(64)]
     expected = float(torch.stack(losses).mean().exp())
 
-    output, _ = run("perplexity --model model --corpus builtin --max-tokens 640 --block-size 64 --fraction 0 --json")
+    output, _ = run(
+        "perplexity --model model --corpus builtin --max-tokens 640 --block-size 64 --fraction 0 --json"
+    )
 
     assert json.loads(output)["value"] == pytest.approx(expected, rel=ROUNDED_PERPLEXITY)
 
@@ -196,13 +223,28 @@ def test_what_cannot_be_is_refused(base: Path, run: Succeed, refused: Refuse) ->
     run(RETROFIT)
     refused(RETROFIT, "model is not an empty folder; give another one.")
     refused("retrofit --model model --out new", "has meta-tokens already")
-    refused("retrofit --model nowhere --out new", "there is no folder nowhere; a model of the Hub is hf:NAME.")
-    refused("retrofit --model base --out new --layers 0,2", "layers is [0, 2]; give a list of some of 0 to 1")
-    refused("retrofit --model base --out new --head-size 7", "head_size is 7: input should be a multiple of 2")
+    refused(
+        "retrofit --model nowhere --out new",
+        "there is no folder nowhere; a model of the Hub is hf:NAME.",
+    )
+    refused(
+        "retrofit --model base --out new --layers 0,2",
+        "layers is [0, 2]; give a list of some of 0 to 1",
+    )
+    refused(
+        "retrofit --model base --out new --head-size 7",
+        "head_size is 7: input should be a multiple of 2",
+    )
     refused(f"{EVALUATE} base", "the model in base has no meta_token_id, which markers need")
     refused(f"{TUNE} --model model --out tuned --lora 16", "--lora '16' must be rank=N")
-    refused(f"{TUNE} --model model --out tuned --keep-adapter", "training.keep_adapter needs training.lora_rank")
-    refused(f"{TUNE} --model model --out tuned {LORA} --set training.fsdp=true", "lora_rank does not go with")
+    refused(
+        f"{TUNE} --model model --out tuned --keep-adapter",
+        "training.keep_adapter needs training.lora_rank",
+    )
+    refused(
+        f"{TUNE} --model model --out tuned {LORA} --set training.fsdp=true",
+        "lora_rank does not go with",
+    )
     assert not Path("new").exists()
 
 
@@ -212,7 +254,9 @@ def test_a_base_of_the_hub_keeps_its_name(base: Path, run: Succeed, hub: Hub) ->
     sizes = "--heads 2 --head-size 8"
 
     run(f"retrofit --model hf:someone/base --out model --delta {sizes}")
-    run(f"retrofit --model cached --out same {sizes}")  # the folder where the Hub's model is kept may be given too
+    run(
+        f"retrofit --model cached --out same {sizes}"
+    )  # the folder where the Hub's model is kept may be given too
 
     assert json_of("model/meta_tokens.json")["meta_attention"]["base"] == "someone/base"
     assert "cached" not in Path("model/meta_tokens.json").read_text()
@@ -220,7 +264,9 @@ def test_a_base_of_the_hub_keeps_its_name(base: Path, run: Succeed, hub: Hub) ->
 
 
 @warnings_of_peft
-def test_folders_of_runs_come_whole_from_the_hub(base: Path, run: Succeed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_runs_come_whole_from_the_hub(
+    base: Path, run: Succeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(f"{RETROFIT} --delta")
     run(f"{TUNE} --model model --out tuned")
     run(f"{TUNE} --model model --out kept {ADAPTER} --text-window 8")
@@ -228,7 +274,9 @@ def test_folders_of_runs_come_whole_from_the_hub(base: Path, run: Succeed, monke
         shutil.copytree(name, Path("cache", name))
 
     def fetched(name: str, **patterns: list[str]) -> str:
-        files = [path.relative_to(name).as_posix() for path in Path(name).rglob("*") if path.is_file()]
+        files = [
+            path.relative_to(name).as_posix() for path in Path(name).rglob("*") if path.is_file()
+        ]
         for file in filter_repo_objects(files, **patterns):
             target = Path("cache", name, file)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -242,12 +290,17 @@ def test_folders_of_runs_come_whole_from_the_hub(base: Path, run: Succeed, monke
         assert not Path("cache", name, "checkpoints").exists()
 
 
-def test_a_checkpoint_without_the_base_is_no_checkpoint_for_fsdp(base: Path, run: Succeed, refused: Refuse) -> None:
+def test_a_checkpoint_without_the_base_is_no_checkpoint_for_fsdp(
+    base: Path, run: Succeed, refused: Refuse
+) -> None:
     run(RETROFIT)
     train = f"{TUNE} --model model --out tuned"
     run(train)
     Path("tuned/64/manifest.json").unlink()  # as where the run was cut off
-    refused(f"{train} --set training.fsdp=true", "checkpoint-2 lacks the base's weights, which FSDP needs")
+    refused(
+        f"{train} --set training.fsdp=true",
+        "checkpoint-2 lacks the base's weights, which FSDP needs",
+    )
     run(train)
 
 
@@ -263,13 +316,17 @@ def chatting(base: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def test_a_chat_gets_the_answer_of_its_template(chatting: PreTrainedTokenizerFast, run: Succeed) -> None:
+def test_a_chat_gets_the_answer_of_its_template(
+    chatting: PreTrainedTokenizerFast, run: Succeed
+) -> None:
     run(RETROFIT)
     ids = chatting.apply_chat_template(
         [{"role": "user", "content": "the cat"}], add_generation_prompt=True, return_tensors="pt"
     )["input_ids"]
     model = AutoModelForCausalLM.from_pretrained("model")
-    continued = model.generate(ids, do_sample=False, max_new_tokens=6, pad_token_id=0)[0, ids.shape[1] :]
+    continued = model.generate(ids, do_sample=False, max_new_tokens=6, pad_token_id=0)[
+        0, ids.shape[1] :
+    ]
     generate = "generate --model model --max-new-tokens 6 --chat"
 
     answer = run(f"{generate} 'the cat'")
@@ -284,7 +341,9 @@ def test_a_chat_gets_the_answer_of_its_template(chatting: PreTrainedTokenizerFas
 @pytest.mark.parametrize("layers", ["", " --layers none"])
 def test_lora_changes_the_base_and_comes_back(layers: str, base: Path, run: Succeed) -> None:
     run(RETROFIT + layers)
-    line = f"{TUNE} --model model --out tuned {LORA}".replace("max_steps=2", "max_steps=4")  # step 2 is saved
+    line = f"{TUNE} --model model --out tuned {LORA}".replace(
+        "max_steps=2", "max_steps=4"
+    )  # step 2 is saved
     run(line)
     checkpoints = Path("tuned/64/checkpoints")
     (saved,) = (checkpoints / "checkpoint-2").glob("*.safetensors")
@@ -359,31 +418,44 @@ def test_adapters_that_are_kept_are_pefts(delta: str, base: Path, run: Succeed) 
 
 
 @warnings_of_peft
-def test_adapters_that_are_kept_are_trained_further(base: Path, run: Succeed, refused: Refuse) -> None:
-    train = f"{FINETUNE} --task parity --set training.learning_rate=0.01 --set training.warmup_steps=1"
+def test_adapters_that_are_kept_are_trained_further(
+    base: Path, run: Succeed, refused: Refuse
+) -> None:
+    train = (
+        f"{FINETUNE} --task parity --set training.learning_rate=0.01 --set training.warmup_steps=1"
+    )
     run(f"{RETROFIT} --delta")
     run(f"{train} --model model --out two --train-lengths 32,64 {ADAPTER}")
     further = f"{train} --out more --train-lengths 64 --model two/64"
 
-    refused(f"{further} --lora rank=4", "the model has adapters of rank 2; `--lora rank=2` trains them further.")
+    refused(
+        f"{further} --lora rank=4",
+        "the model has adapters of rank 2; `--lora rank=2` trains them further.",
+    )
     run(f"{further} {LORA} --overwrite")
 
     first, second = (load_file(f"two/{length}/adapter_model.safetensors") for length in (32, 64))
     assert changed(first, second)
-    assert Path("more/64/model.safetensors").exists()  # the adapters are in it, also where the base was elsewhere
+    assert Path(
+        "more/64/model.safetensors"
+    ).exists()  # the adapters are in it, also where the base was elsewhere
     run(f"{GENERATE} two/64 --meta-every 1")
 
 
 @pytest.mark.quick(delta=[" --delta"])
 @warnings_of_peft
 @whole_or_delta
-def test_no_file_names_the_place_of_the_base(delta: str, base: Path, run: Succeed, refused: Refuse) -> None:
+def test_no_file_names_the_place_of_the_base(
+    delta: str, base: Path, run: Succeed, refused: Refuse
+) -> None:
     root = base.parent
     run(f"{RETROFIT}{delta}".replace("--model base", f"--model {base}"))
     run(f"{TUNE} --model {root / 'model'} --out deeper/tuned")
     run(f"{TUNE} --model {root / 'model'} --out kept {ADAPTER}")
 
-    texts = [path for path in root.rglob("*") if path.suffix in (".json", ".md", ".jsonl", ".jinja")]
+    texts = [
+        path for path in root.rglob("*") if path.suffix in (".json", ".md", ".jsonl", ".jinja")
+    ]
     naming_it = [path for path in texts if str(root) in path.read_text()]
     assert naming_it == []
     run(f"{GENERATE} deeper/tuned/64")
@@ -394,7 +466,10 @@ def test_no_file_names_the_place_of_the_base(delta: str, base: Path, run: Succee
             Path(name).rename(Path("moved") / name)
         run(f"{GENERATE} moved/deeper/tuned/64")
         Path("moved/model").rename("model")
-        refused(f"{GENERATE} model", "the base of model is not at model/../base: put it there (a link will do).")
+        refused(
+            f"{GENERATE} model",
+            "the base of model is not at model/../base: put it there (a link will do).",
+        )
         Path("base").symlink_to("moved/base")
         run(f"{GENERATE} model")
 
@@ -438,7 +513,9 @@ def test_text_is_trained_on_and_the_model_analysed(
         modules = {record["module"] for record in records if record["metric"] == metric}
         assert modules == {"attention", "second_attention"}
     refused(f"{EVALUATE} more --intervention no_pos", "no_pos is for this package's own models")
-    extend = "extend --model more --factor 2 --recipe small_extend --out longer --set data.tokens=tokens"
+    extend = (
+        "extend --model more --factor 2 --recipe small_extend --out longer --set data.tokens=tokens"
+    )
     refused(extend, "extend is for this package's own models; this is a LlamaForCausalLM")
 
 
@@ -448,18 +525,26 @@ def test_adapters_of_a_delta_are_merged_into_its_base(run: Succeed) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     run(f"{RETROFIT} --delta")
     run(f"{PRETRAIN} --init model --set training.lora_rank=2 --out adapted")
-    assert not torch.equal(load_file("adapted/model.safetensors")[name], load_file("base/model.safetensors")[name])
+    assert not torch.equal(
+        load_file("adapted/model.safetensors")[name], load_file("base/model.safetensors")[name]
+    )
     run(f"{EVALUATE} adapted")
 
 
 @pytest.mark.usefixtures("tokens")
-def test_a_decoder_without_meta_tokens_is_trained_on_text(base: Path, run: Succeed, refused: Refuse) -> None:
+def test_a_decoder_without_meta_tokens_is_trained_on_text(
+    base: Path, run: Succeed, refused: Refuse
+) -> None:
     run(f"{PRETRAIN} --init base --set data.placement=none --out more")
     before, after = load_file("base/model.safetensors"), load_file("more/model.safetensors")
     assert changed(before, after) == set(before)
     run("perplexity --model more --corpus builtin --max-tokens 600 --block-size 32")
     run(f"{GENERATE} more")
-    for line in (f"{TUNE} --model more --out tuned", f"{EVALUATE} more", f"{GENERATE} more --meta-every 2"):
+    for line in (
+        f"{TUNE} --model more --out tuned",
+        f"{EVALUATE} more",
+        f"{GENERATE} more --meta-every 2",
+    ):
         refused(line, "which markers need; `metatokens retrofit` gives it one")
     run("retrofit --model more --out model --delta")
     run("perplexity --model model --corpus builtin --max-tokens 600 --block-size 32")
@@ -474,13 +559,17 @@ UNREADABLE = {
 
 
 @warnings_of_peft
-def test_adapters_that_cannot_be_read_are_refused(base: Path, run: Succeed, refused: Refuse) -> None:
+def test_adapters_that_cannot_be_read_are_refused(
+    base: Path, run: Succeed, refused: Refuse
+) -> None:
     run(RETROFIT)
     Path("adapter").mkdir()
     for settings, sentence in UNREADABLE.items():
         Path("adapter/adapter_config.json").write_text(settings)
         refused("evaluate --model adapter --task parity", sentence)
-    Path("adapter/adapter_config.json").write_text('{"base_model_name_or_path": "model", "peft_type": "LORA"}')
+    Path("adapter/adapter_config.json").write_text(
+        '{"base_model_name_or_path": "model", "peft_type": "LORA"}'
+    )
     Path("adapter/adapter_model.safetensors").write_bytes(b"x" * 50)
     refused("evaluate --model adapter --task parity", "cannot be read")
 

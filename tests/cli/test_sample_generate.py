@@ -24,13 +24,19 @@ Change = Callable[..., None]
 
 
 @pytest.mark.parametrize(("task", "corpus"), [("parity", ""), ("copying", "--corpus text.txt")])
-def test_samples_are_records(task: str, corpus: str, workplace: Path, small_store: TokenStore, run: Succeed) -> None:
+def test_samples_are_records(
+    task: str, corpus: str, workplace: Path, small_store: TokenStore, run: Succeed
+) -> None:
     tokenizer = small_store.path / "tokenizer"
-    output, _ = run(f"sample --task {task} -n 3 --tokenizer {tokenizer} {corpus} --split train --condition decoy")
+    output, _ = run(
+        f"sample --task {task} -n 3 --tokenizer {tokenizer} {corpus} --split train --condition decoy"
+    )
 
     Path("records.jsonl").write_text(output)
     examples = read_examples(Path("records.jsonl"), small_store.tokenizer)
-    origins = [(example.task, example.split, example.condition, example.index) for example in examples]
+    origins = [
+        (example.task, example.split, example.condition, example.index) for example in examples
+    ]
     assert origins == list(product([task], ["train"], ["decoy"], [0, 1, 2]))
 
 
@@ -54,7 +60,9 @@ def continued(small_model: Models, small_store: TokenStore) -> list[int]:
     """The ids that the model adds to the marked prompt."""
     ids = torch.tensor([encode_prompt(small_store.tokenizer, MARKED, markers="_PAUSE_")])
     model = load_model(small_model())
-    return model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
+    return model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[
+        0, ids.shape[1] :
+    ].tolist()
 
 
 def test_a_prompt_with_meta_tokens(
@@ -72,7 +80,9 @@ def test_a_prompt_with_meta_tokens(
     assert marked == f"{MARKED}{text}\n"
     assert plain != marked  # there the marker stays text
     assert shown == f"the cat<|meta|> sat<|meta|>{tokenizer.decode(continued)}\n"
-    assert inserted.count("<|meta|>") == 4  # two of the prompt, behind the second and the fourth token
+    assert (
+        inserted.count("<|meta|>") == 4
+    )  # two of the prompt, behind the second and the fourth token
 
 
 def test_a_prompt_with_landmarks(small_model: Models, run: Succeed) -> None:
@@ -87,7 +97,11 @@ def test_a_prompt_with_landmarks(small_model: Models, run: Succeed) -> None:
 
 
 def test_the_prompts_of_a_file(
-    workplace: Path, small_model: Models, small_store: TokenStore, continued: list[int], run: Succeed
+    workplace: Path,
+    small_model: Models,
+    small_store: TokenStore,
+    continued: list[int],
+    run: Succeed,
 ) -> None:
     marked, plain = {"prompt": MARKED, "markers": [7, 19]}, {"prompt": MARKED, "markers": []}
     write_records("prompts.jsonl", [marked, plain, {"prompt": "the", "completion": " cat"}])
@@ -147,7 +161,11 @@ def test_prompts_of_a_batch_are_continued_like_single_ones_each_to_its_own_end_o
     ids = torch.tensor([encode_prompt(tokenizer, "the cat")])
     second = int(load_model(model).generate(ids, max_new_tokens=2, do_sample=False)[0, -1])
     configure(eos_token_id=[second])
-    records = [{"prompt": "the cat"}, {"prompt": "two _PAUSE_ dogs ran over", "markers": [3]}, {"prompt": "a"}]
+    records = [
+        {"prompt": "the cat"},
+        {"prompt": "two _PAUSE_ dogs ran over", "markers": [3]},
+        {"prompt": "a"},
+    ]
     write_records("prompts.jsonl", records)
     line = "generate --model model --data prompts.jsonl --max-new-tokens 8 --meta-every 3 --show-meta --json"
 
@@ -172,7 +190,10 @@ def test_a_gpu_that_is_not_there_is_refused(
     small_model: Models, refused: Refuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refused(f"generate the --model {small_model()} --device cuda", "there is no GPU that PyTorch can use")
+    refused(
+        f"generate the --model {small_model()} --device cuda",
+        "there is no GPU that PyTorch can use",
+    )
 
 
 def test_the_type_of_numbers_is_one_of_two(small_model: Models) -> None:

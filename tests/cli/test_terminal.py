@@ -54,7 +54,11 @@ def at_a_terminal(metatokens: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[
     monkeypatch.setenv("TERM", "dumb")
 
     def run(line: str) -> str:
-        with terminal() as (follower, shown), open(os.dup(follower), "w") as stream, monkeypatch.context() as patch:
+        with (
+            terminal() as (follower, shown),
+            open(os.dup(follower), "w") as stream,
+            monkeypatch.context() as patch,
+        ):
             patch.setattr(sys, "stdout", stream)
             saved = os.dup(1)
             os.dup2(follower, 1)
@@ -93,11 +97,18 @@ def test_a_terminal_and_a_pipe_get_a_table_and_a_file_json_lines(
     exact, *others = records(printed)
     above, headings, *rows = table(piped)
     assert table(at_a_terminal(line)) == table(piped)
-    assert records(at_a_terminal(f"{line} --json")) == records(Path("figures.jsonl").read_text()) == [exact, *others]
+    assert (
+        records(at_a_terminal(f"{line} --json"))
+        == records(Path("figures.jsonl").read_text())
+        == [exact, *others]
+    )
     assert above == "model small, position embedding rope, task parity, condition paper, seed 0"
     assert headings.split() == ["measured", "value", "95", "%", "interval", "n", "chance"]
     percent = [f"{100 * exact[name]:.1f} %" for name in ("value", "low", "high")]
-    assert rows[0].split() == f"exact match, length 64 {percent[0]} {percent[1]} to {percent[2]} 4 50.0 %".split()
+    assert (
+        rows[0].split()
+        == f"exact match, length 64 {percent[0]} {percent[1]} to {percent[2]} 4 50.0 %".split()
+    )
     measured = [row.split("  ")[0] for row in rows]
     assert measured == [
         "exact match, length 64",
@@ -119,7 +130,10 @@ def test_a_terminal_and_a_pipe_get_a_table_and_a_file_json_lines(
 def test_every_verb_with_results_shows_a_table_or_with_json_its_lines(
     line: str, small_model: Models, workplace: Path, run: Succeed
 ) -> None:
-    write_records("prompts.jsonl", [{"prompt": "the cat sat on a mat"}, {"prompt": "two _PAUSE_", "markers": [3]}])
+    write_records(
+        "prompts.jsonl",
+        [{"prompt": "the cat sat on a mat"}, {"prompt": "two _PAUSE_", "markers": [3]}],
+    )
     write_records("own.jsonl", [{"prompt": "the cat", "completion": " sat"}])
     verb, arguments = line.split(" ", 1)
 
@@ -131,7 +145,9 @@ def test_every_verb_with_results_shows_a_table_or_with_json_its_lines(
     assert len(records(as_json)) >= 1
 
 
-def test_a_prompt_is_continued_as_text_or_json(small_model: Models, run: Succeed, at_a_terminal: Show) -> None:
+def test_a_prompt_is_continued_as_text_or_json(
+    small_model: Models, run: Succeed, at_a_terminal: Show
+) -> None:
     line = f"generate --model {small_model()} the --max-new-tokens 8"
     text, _ = run(line)
     as_json, _ = run(f"{line} --json")
@@ -181,7 +197,9 @@ def test_a_process_of_its_own_finds_the_terminal(
 
 
 @pytest.fixture
-def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
+def printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., list[str]]:
     """The table of rows on a terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
 
@@ -194,7 +212,9 @@ def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 def test_a_table_of_one_figure_still_says_what_it_is(printed: Print) -> None:
     interval = {"value": 15232.4, "low": 999.96, "high": 1e6}
-    above, headings, row = printed({"model": "m", "metric": "perplexity", **interval, "n": 15232, "chance": 16.04})
+    above, headings, row = printed(
+        {"model": "m", "metric": "perplexity", **interval, "n": 15232, "chance": 16.04}
+    )
     assert above == "model m"
     assert headings.split() == ["measured", "value", "95", "%", "interval", "n", "chance"]
     assert row.split() == ["perplexity", "15,232", "1000", "to", "1,000,000", "15,232", "16.04"]
@@ -209,5 +229,15 @@ def test_what_rows_lack_stands_in_no_row(printed: Print) -> None:
 
     assert above == "analysis residual, model m"
     assert "chance" not in headings
-    assert rows[0].split() == ["similarity", "centred,", "layer", "0", "-0.25", "-0.5", "to", "0.125", "4"]
+    assert rows[0].split() == [
+        "similarity",
+        "centred,",
+        "layer",
+        "0",
+        "-0.25",
+        "-0.5",
+        "to",
+        "0.125",
+        "4",
+    ]
     assert rows[1].split() == ["similarity", "centred,", "layer", "1,", "premise", "no", "-", "4"]

@@ -15,12 +15,25 @@ import torch
 from metatokens import encode_prompt
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import load_tokenizer
-from tests.cli.command_lines import FINETUNE, PRETRAIN, Models, Refuse, Succeed, column, read_lines, write_records
+from tests.cli.command_lines import (
+    FINETUNE,
+    PRETRAIN,
+    Models,
+    Refuse,
+    Succeed,
+    column,
+    read_lines,
+    write_records,
+)
 from tests.model.text_window import seen
 from tests.numbers import ROUNDED_PERPLEXITY
 
 RECORDS = [
-    {"prompt": f"The cat sat on a mat. _PAUSE_ It slept there for {number} days.", "markers": [21], "completion": " ok"}
+    {
+        "prompt": f"The cat sat on a mat. _PAUSE_ It slept there for {number} days.",
+        "markers": [21],
+        "completion": " ok",
+    }
     for number in range(3)
 ]
 PROMPT = "The cat sat. _PAUSE_ It slept on the mat for a long time."
@@ -59,7 +72,9 @@ def test_pretraining_with_a_window(run: Succeed, refused: Refuse) -> None:
     run(f"{PRETRAIN} --init base {WINDOW}=5 --set training.text_sinks=0 --out other")
 
     share, _ = share_and_bytes(error)
-    assert share == pytest.approx(15 / 32, abs=0.0005)  # the first 4, landmarks at 7, 15 and 23, and the last 8
+    assert share == pytest.approx(
+        15 / 32, abs=0.0005
+    )  # the first 4, landmarks at 7, 15 and 23, and the last 8
     assert window_of("base") == window_of("next") == (8, 4)
     assert window_of("other") == (5, 0)
     refused(f"{train} {WINDOW}=9", "training.text_window was 8 and is now 9")
@@ -70,7 +85,9 @@ def test_some_layers_see_everything(run: Succeed) -> None:
     layers = "--set model.num_hidden_layers=4 --set training.text_full_layers=[1]"
 
     _, trained = run(f"{PRETRAIN} --landmarks every:7 {WINDOW}=8 {layers} --out full")
-    _, generated = run("generate --model full --text-window 4 --landmarks every:7 'the cat sat on a mat and slept'")
+    _, generated = run(
+        "generate --model full --text-window 4 --landmarks every:7 'the cat sat on a mat and slept'"
+    )
 
     share, size = share_and_bytes(trained)
     assert share == pytest.approx(1 / 4 + 3 / 4 * 15 / 32, abs=0.0005)
@@ -81,7 +98,9 @@ def test_some_layers_see_everything(run: Succeed) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # that PEFT reads
-def test_finetuning_with_a_window(workplace: Path, small_model: Models, run: Succeed, refused: Refuse) -> None:
+def test_finetuning_with_a_window(
+    workplace: Path, small_model: Models, run: Succeed, refused: Refuse
+) -> None:
     write_records("data.jsonl", RECORDS)
     tune = f"{FINETUNE} --model {small_model(second_attention='meta')} --data data.jsonl --text-window 6"
     evaluate = "evaluate --model adapter/data --data data.jsonl --json"
@@ -112,7 +131,10 @@ def test_accuracy_with_a_window(workplace: Path, small_model: Models, run: Succe
 
     line = read_lines(small)[0]
     assert read_lines(plain)[0].keys().isdisjoint({"text_window", "kv_kept", "kv_bytes"})
-    assert (line["text_window"], line["kv_kept"]) == (5, round(kept_share(prompts, tokenizer.meta_token_id, 5), 4))
+    assert (line["text_window"], line["kv_kept"]) == (
+        5,
+        round(kept_share(prompts, tokenizer.meta_token_id, 5), 4),
+    )
 
 
 @pytest.mark.usefixtures("tokens")
@@ -121,7 +143,9 @@ def test_perplexity_with_a_window(small_model: Models, run: Succeed) -> None:
     measure = f"perplexity --model {model} --corpus tokens --block-size 32 --fraction 0 --max-tokens 640 --json"
     options = ("", "--text-window 32", "--text-window 4", "--landmarks every:8 --text-window 4")
 
-    plain, whole, small, landmarks = (json.loads(run(f"{measure} {option}")[0]) for option in options)
+    plain, whole, small, landmarks = (
+        json.loads(run(f"{measure} {option}")[0]) for option in options
+    )
 
     assert whole["value"] == pytest.approx(plain["value"], rel=ROUNDED_PERPLEXITY)
     values = {round(value, 6) for value in column([plain, small, landmarks], "value")}
@@ -131,7 +155,9 @@ def test_perplexity_with_a_window(small_model: Models, run: Succeed) -> None:
     assert landmarks["kv_kept"] == round(11 / 36, 4)  # the fourth landmark is the last key
 
 
-def test_generating_and_looking_with_a_window(workplace: Path, small_model: Models, run: Succeed) -> None:
+def test_generating_and_looking_with_a_window(
+    workplace: Path, small_model: Models, run: Succeed
+) -> None:
     model = small_model(second_attention="meta")
     tokenizer = load_tokenizer(str(model))
     ids = encode_prompt(tokenizer, PROMPT, "_PAUSE_")
@@ -145,7 +171,9 @@ def test_generating_and_looking_with_a_window(workplace: Path, small_model: Mode
     assert share_and_bytes(generated)[0] == share_and_bytes(looked)[0] == expected
 
 
-def test_the_page_shows_what_is_forgotten(workplace: Path, small_model: Models, run: Succeed) -> None:
+def test_the_page_shows_what_is_forgotten(
+    workplace: Path, small_model: Models, run: Succeed
+) -> None:
     model = small_model(second_attention="meta")
     tokenizer = load_tokenizer(str(model))
     ids = encode_prompt(tokenizer, PROMPT, "_PAUSE_")
@@ -158,10 +186,16 @@ def test_the_page_shows_what_is_forgotten(workplace: Path, small_model: Models, 
     packed = re.search(r'id="data">([^<]+)<', page)[1]
     causal, meta = json.loads(gzip.decompress(b64decode(packed)))[0]["modules"]
     assert "Text that it has forgotten is grey" in page
-    assert list(b64decode(causal["layers"]["0"]["forgotten"])) == (255 * forgotten).flatten().tolist()
+    assert (
+        list(b64decode(causal["layers"]["0"]["forgotten"])) == (255 * forgotten).flatten().tolist()
+    )
     assert meta["layers"]["0"]["forgotten"] is None  # no meta-token is
 
 
-def test_a_model_without_meta_tokens_is_refused(workplace: Path, small_model: Models, refused: Refuse) -> None:
+def test_a_model_without_meta_tokens_is_refused(
+    workplace: Path, small_model: Models, refused: Refuse
+) -> None:
     model = small_model(second_attention="none", meta_token_id=None)
-    refused(f'generate --model {model} --text-window 8 "the cat"', "text_window needs a meta_token_id")
+    refused(
+        f'generate --model {model} --text-window 8 "the cat"', "text_window needs a meta_token_id"
+    )

@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 
 from metatokens.data.store import TokenStore
-from tests.cli.command_lines import FINETUNE, PRETRAIN, SMALL, Contents, Models, Run, Succeed, column, read_lines
+from tests.cli.command_lines import (
+    FINETUNE,
+    PRETRAIN,
+    SMALL,
+    Contents,
+    Models,
+    Run,
+    Succeed,
+    column,
+    read_lines,
+)
 
 TOKENIZE = "tokenize --corpus text.txt --tokenizer train:768 --held-out 0.2 --out tokens"
 TUNE = f"{FINETUNE} --model base --task parity --set training.seed=3 --out tuned"
@@ -65,13 +75,19 @@ def test_a_corpus_of_one_document_holds_nothing_out_and_says_so(
     repeats: int, is_warned: bool, workplace: Path, run: Succeed
 ) -> None:
     text = Path("text.txt").read_text(encoding="utf-8")[:4_000]
-    Path("old.txt").write_bytes(text.replace("\n", "\r").encode() * repeats)  # lines as in old files of Macs
+    Path("old.txt").write_bytes(
+        text.replace("\n", "\r").encode() * repeats
+    )  # lines as in old files of Macs
     _, error = run("tokenize --corpus old.txt --tokenizer train:300 --out old")
     assert ("Nothing is held out, since the corpus has only one document" in error) == is_warned
 
 
 def test_finished_work_is_not_repeated(
-    workplace: Path, contents: Contents, run: Succeed, metatokens: Run, monkeypatch: pytest.MonkeyPatch
+    workplace: Path,
+    contents: Contents,
+    run: Succeed,
+    metatokens: Run,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tune = f"{TUNE} --train-lengths 64"
     tokenized = run(TOKENIZE)
@@ -86,17 +102,30 @@ def test_finished_work_is_not_repeated(
     _, tuned = run(tune)
 
     advice = "is finished; to train its model further, start a new run with"
-    assert pretrained.splitlines() == [f"the run in base {advice} `pretrain --init base`.", "model: base"]
-    assert tuned.splitlines() == [f"the run in tuned {advice} `finetune --model tuned/64`.", "models: tuned/64"]
+    assert pretrained.splitlines() == [
+        f"the run in base {advice} `pretrain --init base`.",
+        "model: base",
+    ]
+    assert tuned.splitlines() == [
+        f"the run in tuned {advice} `finetune --model tuned/64`.",
+        "models: tuned/64",
+    ]
     assert contents(workplace) == before
     longer = PRETRAIN.replace("training.max_steps=2", "training.max_steps=3")
     _, _, error = metatokens(f"{longer} --out base")
-    assert "was 2 and is now 3); give a new folder, and start from this model (pretrain --init" in error
+    assert (
+        "was 2 and is now 3); give a new folder, and start from this model (pretrain --init"
+        in error
+    )
 
 
 def test_a_model_is_measured_with_interventions(small_model: Models, run: Succeed) -> None:
     evaluate = f"evaluate --model {small_model()} --task parity --lengths 64 -n 4 --json"
-    outputs = [run(evaluate), run(f"{evaluate} --intervention noise:0"), run(f"{evaluate} --intervention no_pos")]
+    outputs = [
+        run(evaluate),
+        run(f"{evaluate} --intervention noise:0"),
+        run(f"{evaluate} --intervention no_pos"),
+    ]
 
     plain, noiseless, without_positions = (read_lines(output)[0] for output, _ in outputs)
 
@@ -106,7 +135,9 @@ def test_a_model_is_measured_with_interventions(small_model: Models, run: Succee
     assert without_positions["intervention"] == "no_pos"
 
 
-def test_a_model_is_extended(workplace: Path, small_model: Models, small_store: TokenStore, run: Succeed) -> None:
+def test_a_model_is_extended(
+    workplace: Path, small_model: Models, small_store: TokenStore, run: Succeed
+) -> None:
     model = small_model(max_position_embeddings=32)
     settings = SMALL.replace("data.tokens=tokens", f"data.tokens={small_store.path}")
 
@@ -114,4 +145,8 @@ def test_a_model_is_extended(workplace: Path, small_model: Models, small_store: 
 
     rope = json_of("longer/config.json")["rope_parameters"]
     assert told.splitlines()[-1] == "model: longer"
-    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 2.0, 32)
+    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == (
+        "yarn",
+        2.0,
+        32,
+    )

@@ -37,7 +37,9 @@ def folder(tmp_path_factory):
     backend.decoder = decoders.Metaspace(prepend_scheme="first")
     trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=SPECIAL, show_progress=False)
     backend.train_from_iterator(TEXTS, trainer)
-    tokenizer = LlamaTokenizer(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer = LlamaTokenizer(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
     )

@@ -18,7 +18,9 @@ META = 99
 WORDS = {f"t{number}": number for number in range(90)}
 TOKENS = WORDS | {". ": 90, "\n": 91, "</s>": 92}
 BACKEND = Tokenizer(WordLevel(TOKENS | {META_TOKEN: META}))
-TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=BACKEND, eos_token="</s>", meta_token=META_TOKEN)
+TOKENIZER = PreTrainedTokenizerFast(
+    tokenizer_object=BACKEND, eos_token="</s>", meta_token=META_TOKEN
+)
 Row = dict[str, Any]
 
 
@@ -56,7 +58,9 @@ def test_one_behind_every_so_many(ids, every):
     assert collate([row], f"every:{every}") == [expected]
 
 
-@pytest.mark.parametrize(("rule", "ids"), [("every:2", [1, 2, META, 3, META]), (None, [1, 2, 3, META])])
+@pytest.mark.parametrize(
+    ("rule", "ids"), [("every:2", [1, 2, META, 3, META]), (None, [1, 2, 3, META])]
+)
 def test_labels_that_a_collator_makes_are_no_meta_tokens(rule, ids):
     def with_labels(rows):
         input_ids = torch.tensor([row["input_ids"] for row in rows])
@@ -80,7 +84,9 @@ def test_landmarks_by_structure_in_all_fields_of_a_row():
 
 
 @pytest.mark.parametrize("rule", ["line", "paragraph", "sentence", "every:2"])
-@pytest.mark.parametrize("padding", [92, 91])  # a control token, as mostly; and one that could end a line
+@pytest.mark.parametrize(
+    "padding", [92, 91]
+)  # a control token, as mostly; and one that could end a line
 @pytest.mark.parametrize(("left", "right"), [(5, 0), (0, 5), (3, 2)])
 def test_padding_has_no_landmarks_and_moves_none(left, right, padding, rule):
     ids = [1, 90, 2, 91, 91, 3, 90]
@@ -98,7 +104,10 @@ def test_padding_has_no_landmarks_and_moves_none(left, right, padding, rule):
     }
 
     def padded(row):
-        return {name: left * [padding_of[name]] + values + right * [padding_of[name]] for name, values in row.items()}
+        return {
+            name: left * [padding_of[name]] + values + right * [padding_of[name]]
+            for name, values in row.items()
+        }
 
     [unpadded] = collate([row], rule)
 
@@ -119,7 +128,9 @@ def test_rows_with_landmarks_are_cut_to_a_length():
 def test_a_tokenizer_without_a_meta_token_is_refused():
     plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(TOKENS)))
 
-    with pytest.raises(UserError, match="no meta-token: use the one that add_meta_attention was given"):
+    with pytest.raises(
+        UserError, match="no meta-token: use the one that add_meta_attention was given"
+    ):
         MetaTokenCollator(list, plain, "every:2")
 
 

@@ -27,11 +27,15 @@ def read(spec):
 def test_builtin_holds_topics_and_docstrings():
     documents = read("builtin")
 
-    [wrapping] = (document for document in documents if document.startswith(textwrap.__doc__.strip()))
+    [wrapping] = (
+        document for document in documents if document.startswith(textwrap.__doc__.strip())
+    )
     assert set(topics.values()) <= set(documents)
     for function in (textwrap.TextWrapper, textwrap.TextWrapper.fill, textwrap.dedent):
         assert function.__doc__.strip().splitlines()[0] in wrapping
-    assert wrapping.index("Object for wrapping") < wrapping.index("Remove any common leading whitespace")
+    assert wrapping.index("Object for wrapping") < wrapping.index(
+        "Remove any common leading whitespace"
+    )
     assert sum(map(len, documents)) > 1_000_000
 
 
@@ -46,7 +50,9 @@ print(hashlib.sha256(repr(documents).encode()).hexdigest())
 
 
 def test_builtin_is_the_same_in_another_process_and_imports_nothing_that_it_reads():
-    there = subprocess.run([sys.executable, "-c", HASH_BUILTIN], check=True, capture_output=True, text=True)
+    there = subprocess.run(
+        [sys.executable, "-c", HASH_BUILTIN], check=True, capture_output=True, text=True
+    )
 
     here = hashlib.sha256(repr(read("builtin")).encode()).hexdigest()
     assert there.stdout.strip() == here
@@ -54,7 +60,12 @@ def test_builtin_is_the_same_in_another_process_and_imports_nothing_that_it_read
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz", "A.JSONL"])
 def test_json_lines(tmp_path, name):
-    data = codecs.BOM_UTF8 + json_lines("first", "", "zwölf\n\u2028", " \n") + b"\n" + json_lines("last").strip()
+    data = (
+        codecs.BOM_UTF8
+        + json_lines("first", "", "zwölf\n\u2028", " \n")
+        + b"\n"
+        + json_lines("last").strip()
+    )
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
 
     assert read(tmp_path / name) == ["first", "zwölf\n\u2028", "last"]
@@ -72,7 +83,9 @@ def test_glob_takes_files_in_sorted_order(tmp_path):
     assert read(f"{tmp_path}/[1].txt") == ["brackets"]  # a file's own name before a pattern
 
 
-PIECES = st.sampled_from(["word", "wörter ", "\n", "\r\n", "\r", "\n\n", " \n", "\x85", "\u2028", "\t"])
+PIECES = st.sampled_from(
+    ["word", "wörter ", "\n", "\r\n", "\r", "\n\n", " \n", "\x85", "\u2028", "\t"]
+)
 
 
 @given(st.lists(PIECES).map("".join))

@@ -18,7 +18,9 @@ from metatokens.errors import UserError
 
 META = 999
 block_sizes = st.integers(1, 200)
-per_mille = st.integers(0, 500)  # the fraction in thousandths, so that the oracle counts in integers
+per_mille = st.integers(
+    0, 500
+)  # the fraction in thousandths, so that the oracle counts in integers
 placements = st.sampled_from(sorted(PLACEMENTS))
 seeds = st.integers(0, 2**32 - 1)
 
@@ -59,7 +61,9 @@ def test_removing_the_meta_tokens_gives_the_text_back(size, thousandths, placeme
 
 
 @given(block_sizes, per_mille, placements, seeds)
-def test_each_text_token_but_the_first_is_a_target_once_and_no_meta_token_is(size, thousandths, placement, seed):
+def test_each_text_token_but_the_first_is_a_target_once_and_no_meta_token_is(
+    size, thousandths, placement, seed
+):
     text, ids, labels = make_block(size, thousandths, placement, seed)
 
     # What a causal model is asked: at position i, for the label at i + 1.

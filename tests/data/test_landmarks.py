@@ -103,7 +103,9 @@ def sentence_ends(text):
             ends.append(closed_at(text, position))
         elif mark in MARKS:
             end = closed_at(text, position)
-            if begins_a_sentence(text[end + 1 : end + 3]) and not (mark == "." and is_abbreviated(text[:position])):
+            if begins_a_sentence(text[end + 1 : end + 3]) and not (
+                mark == "." and is_abbreviated(text[:position])
+            ):
                 ends.append(end)
     return ends
 
@@ -140,14 +142,18 @@ def example_tokenizer():
 
 
 def with_meta_token(backend):
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", meta_token=META_TOKEN)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", meta_token=META_TOKEN
+    )
 
 
 def like_llama_2():
     """Pieces with a letter for the space, and bytes for characters without a piece, such as a line feed."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    words = ["The word it ends. It is so! Mr. Li went (twice) in 1999 \"and\" 'or' on_ly a-z: 7;,?)]J."] * 9
+    words = [
+        "The word it ends. It is so! Mr. Li went (twice) in 1999 \"and\" 'or' on_ly a-z: 7;,?)]J."
+    ] * 9
     backend.train_from_iterator(words, trainers.BpeTrainer(vocab_size=150, show_progress=False))
     learned = json.loads(backend.to_str())["model"]
     tokens = [
@@ -158,8 +164,12 @@ def like_llama_2():
     ]
     merges = [tuple(pair) for pair in learned["merges"]]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    backend.model = models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.model = models.BPE(
+        vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True
+    )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return with_meta_token(backend)
 
 
@@ -204,7 +214,9 @@ def expected(tokenizer, text, rule):
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     behind = [False] * len(encoding.ids)
     for end in ENDS[rule](text):
-        tokens = [token for token, (start, stop) in enumerate(encoding.offsets) if start <= end < stop]
+        tokens = [
+            token for token, (start, stop) in enumerate(encoding.offsets) if start <= end < stop
+        ]
         behind[tokens[-1]] = True
     return behind
 
@@ -304,7 +316,9 @@ def test_a_word_that_is_added_later_is_seen():
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_tokenizer_that_drops_what_a_rule_needs_is_refused(rule):
-    words = with_meta_token(Tokenizer(models.WordLevel({"one": 0, ".": 1, "</s>": 2}, unk_token="</s>")))
+    words = with_meta_token(
+        Tokenizer(models.WordLevel({"one": 0, ".": 1, "</s>": 2}, unk_token="</s>"))
+    )
 
     with pytest.raises(
         UserError,

@@ -38,7 +38,9 @@ def ids_of(tokenizer, *segments):
     ],
 )
 def test_a_marker_takes_the_space_before_it(text, markers, tokenizer):
-    assert encode_prompt(tokenizer, text, markers=markers) == ids_of(tokenizer, "the cat", " sat", "")
+    assert encode_prompt(tokenizer, text, markers=markers) == ids_of(
+        tokenizer, "the cat", " sat", ""
+    )
 
 
 def test_what_no_marker_names_stays_text(tokenizer):
@@ -53,7 +55,9 @@ def test_what_no_marker_names_stays_text(tokenizer):
     assert encode_prompt(tokenizer, "", markers="_PAUSE_") == []
 
 
-ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(lambda text: "_PAUSE_" not in text)
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(
+    lambda text: "_PAUSE_" not in text
+)
 
 
 @given(segments=st.lists(ANY_TEXT, min_size=1, max_size=4))
@@ -83,7 +87,9 @@ def test_landmarks_are_added_to_markers(rule, segments, tokenizer):
 
 @pytest.mark.parametrize("options", [{"markers": "_PAUSE_"}, {"landmarks": "every:2"}], ids=str)
 def test_a_tokenizer_without_a_meta_token_is_refused(options, tokenizer):
-    plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|endoftext|>")
+    plain = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|endoftext|>"
+    )
 
     with pytest.raises(UserError, match="this tokenizer has no meta-token"):
         encode_prompt(plain, "the cat _PAUSE_ sat", **options)
@@ -92,7 +98,8 @@ def test_a_tokenizer_without_a_meta_token_is_refused(options, tokenizer):
 # --- the texts of control tokens
 
 TEMPLATE = (
-    "{% for message in messages %}<|endoftext|>{{ message.role }}: {{ message.content }}{% endfor %}<|endoftext|>"
+    "{% for message in messages %}<|endoftext|>{{ message.role }}: {{ message.content }}{% endfor %}"
+    "<|endoftext|>"
 )
 
 
@@ -148,7 +155,9 @@ def test_no_text_becomes_a_control_token_that_the_vocabulary_has_as_a_piece(kind
 def test_a_meta_token_of_any_text_is_text_in_a_chat(meta_token, small_store):
     folder = small_store.path / "tokenizer"
     plain = AutoTokenizer.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder, extra_special_tokens={"meta_token": meta_token})
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder, extra_special_tokens={"meta_token": meta_token}
+    )
     assert tokenizer.meta_token_id != plain.meta_token_id
 
     ids = encode_chat(tokenizer, "the <gist> sat <|endoftext|>on _PAUSE_", "_PAUSE_")
@@ -175,7 +184,9 @@ def test_control_tokens_in_messages_are_text(chatting):
     ids = encode_chat(chatting, text, "_PAUSE_")
     with_another_marker = encode_chat(chatting, text, "<|meta|>")
 
-    assert ids.count(chatting.eos_token_id) == 3  # of the template: before each message and the answer
+    assert (
+        ids.count(chatting.eos_token_id) == 3
+    )  # of the template: before each message and the answer
     assert ids.count(chatting.meta_token_id) == 1
     first = "<|endoftext|>user<|endoftext|>: the <|endoftext|><|meta|> cat\ufdd0"
     assert chatting.decode(ids) == f"{first}<|endoftext|>user: sat<|meta|><|endoftext|>"

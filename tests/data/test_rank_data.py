@@ -17,8 +17,12 @@ from metatokens.training.trainer import MetaTokenTrainer
 GLOBAL_BATCH, EPOCHS = 12, 3
 BLOCK = {"block_size": 32, "fraction": 0.1, "placement": "uniform", "seed": 0}
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),  # Python's own, about forking with threads
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # more workers than cores
+    pytest.mark.filterwarnings(
+        "ignore:This process:DeprecationWarning"
+    ),  # Python's own, about forking with threads
+    pytest.mark.filterwarnings(
+        "ignore:This DataLoader will create:UserWarning"
+    ),  # more workers than cores
 ]
 
 
@@ -65,7 +69,9 @@ def test_blocks_by_a_rule_are_the_same_for_ranks_workers_and_after_resuming(
 ):
     dataset = BlockDataset(small_store, "train", **BLOCK | {"placement": "sentence"}, epochs=EPOCHS)
 
-    alone = steps(dataset, ranks=1, workers=0)[:-1]  # what fills the last batch is others' with other ranks
+    alone = steps(dataset, ranks=1, workers=0)[
+        :-1
+    ]  # what fills the last batch is others' with other ranks
 
     assert steps(dataset, ranks=2, workers=3)[:-1] == alone
     assert steps(dataset, ranks=4, workers=1, skip=5)[:-1] == alone[5:]
@@ -85,7 +91,9 @@ def test_blocks_by_a_rule_are_the_same_for_ranks_workers_and_after_resuming(
         pytest.param(4, 3, marks=pytest.mark.thorough),
     ],
 )
-def test_steps_have_the_same_blocks_however_many_ranks_share_them_and_after_resuming(ranks, workers, dataset):
+def test_steps_have_the_same_blocks_however_many_ranks_share_them_and_after_resuming(
+    ranks, workers, dataset
+):
     items = [(item["input_ids"].tolist(), item["labels"].tolist()) for item in dataset]
     alone = steps(dataset, ranks=1, workers=0)
     an_epoch = len(alone) // EPOCHS

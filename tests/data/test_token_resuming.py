@@ -109,7 +109,9 @@ def finished_shards(out):
     return [json.loads(path.read_bytes())["shards"] for path in out.glob(".partial/done/*.json")]
 
 
-def test_a_store_cut_off_at_any_file_ends_like_one_that_was_not(three_parts, undisturbed, contents, encoded, tmp_path):
+def test_a_store_cut_off_at_any_file_ends_like_one_that_was_not(
+    three_parts, undisturbed, contents, encoded, tmp_path
+):
     out = tmp_path / "tokens"
     for rename in count(1):
         if write_until_cut_off(out, three_parts, rename):
@@ -189,7 +191,9 @@ def test_other_settings_do_not_go_on_with_an_unfinished_store(three_parts, tmp_p
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_bad_line_is_named_and_costs_nothing_that_was_finished(workers, three_parts, undisturbed, tmp_path):
+def test_a_bad_line_is_named_and_costs_nothing_that_was_finished(
+    workers, three_parts, undisturbed, tmp_path
+):
     shutil.copytree(Path(three_parts["corpus_spec"]).parent, tmp_path / "files")
     arguments = three_parts | {
         "corpus_spec": f"{tmp_path}/files/?.jsonl",
@@ -199,13 +203,18 @@ def test_a_bad_line_is_named_and_costs_nothing_that_was_finished(workers, three_
     good = last_file.read_text()
     last_file.write_text(good + '{"body": 1}\n')
 
-    with pytest.raises(UserError, match=r"^\S*4\.jsonl, line 13 has no text in its field .text.\.$"):
+    with pytest.raises(
+        UserError, match=r"^\S*4\.jsonl, line 13 has no text in its field .text.\.$"
+    ):
         write_token_store(out, **arguments)
     if workers == 1:
         assert len(finished_shards(out)) > 5
 
     last_file.write_text(good)
-    assert write_token_store(out, **arguments).manifest.splits == TokenStore.open(undisturbed).manifest.splits
+    assert (
+        write_token_store(out, **arguments).manifest.splits
+        == TokenStore.open(undisturbed).manifest.splits
+    )
 
 
 def test_two_at_once_in_one_folder(three_parts, tmp_path):
@@ -272,7 +281,9 @@ def kill_one_of_two_workers():
     wait_for(lambda: workers_of(this_process))
     first = workers_of(this_process)[0]
     first.suspend()  # so that it does not finish before it is killed
-    wait_for(lambda: len(workers_of(this_process)) == 2)  # Python's pool breaks otherwise while it is starting
+    wait_for(
+        lambda: len(workers_of(this_process)) == 2
+    )  # Python's pool breaks otherwise while it is starting
     first.kill()
 
 
@@ -312,7 +323,9 @@ def listen_to_ctrl_c():
 
 def kill_when_finished(command, out, shards, kill):
     """Start writing with two workers, and kill it when so many shards are finished; what it wrote to standard error."""
-    process = subprocess.Popen(command, preexec_fn=listen_to_ctrl_c, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, preexec_fn=listen_to_ctrl_c, stderr=subprocess.PIPE, text=True
+    )
     wait_for(lambda: len(finished_shards(out)) >= shards)
     workers = workers_of(psutil.Process(process.pid))
     assert len(workers) == 2

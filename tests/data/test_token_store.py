@@ -86,7 +86,9 @@ def read_everything(folder):
 
 def test_a_flipped_bit_anywhere_is_reported_with_the_files_name(sharded_store):
     draw = np.random.default_rng(0)
-    files = [path for path in sharded_store.path.rglob("*") if path.is_file() and path.name != ".lock"]
+    files = [
+        path for path in sharded_store.path.rglob("*") if path.is_file() and path.name != ".lock"
+    ]
     assert len(files) > 15
 
     for path in files:

@@ -68,7 +68,9 @@ def test_other_settings_are_refused_unless_overwriting(change, fifty, tmp_path):
     before = write_token_store(out, fifty, "train:300").manifest
     settings = {"corpus_spec": fifty, "tokenizer_spec": "train:300"} | change
 
-    with pytest.raises(UserError, match=r"holds a token store made with other settings.*--overwrite"):
+    with pytest.raises(
+        UserError, match=r"holds a token store made with other settings.*--overwrite"
+    ):
         write_token_store(out, **settings)
 
     assert TokenStore.open(out).manifest == before
@@ -98,7 +100,9 @@ def test_a_failed_build_leaves_nothing_but_the_lock(tmp_path, corpus):
 def test_ids_beyond_16_bits(tmp_path):
     corpus = write_corpus(tmp_path / "a.jsonl", ["w65535 w65536 w69999", "w3"])
 
-    store = write_token_store(tmp_path / "tokens", corpus, save_word_level(tmp_path / "tokenizer", 70_000))
+    store = write_token_store(
+        tmp_path / "tokens", corpus, save_word_level(tmp_path / "tokenizer", 70_000)
+    )
 
     assert store.tokens("train")[:].tolist() == [65535, 65536, 69999, 0]
     assert store.tokens("held_out")[:].tolist() == [3, 0]

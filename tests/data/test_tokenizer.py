@@ -34,7 +34,9 @@ WORDS = (
 
 
 def train():
-    return load_tokenizer("train:1500", corpus=topics.values(), extra_texts=[f": {' '.join(WORDS)}"])
+    return load_tokenizer(
+        "train:1500", corpus=topics.values(), extra_texts=[f": {' '.join(WORDS)}"]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +150,9 @@ assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
 
 
 def test_a_forked_worker_can_encode_and_says_nothing(saved):
-    environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"
+    }
     command = [
         sys.executable,
         "-W",
@@ -158,7 +162,9 @@ def test_a_forked_worker_can_encode_and_says_nothing(saved):
         str(saved),
     ]
 
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE
+    )
 
     assert (ended.returncode, ended.stderr) == (0, "")
 

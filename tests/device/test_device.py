@@ -97,17 +97,23 @@ def test_generated_text_is_that_without_a_cache(dtype, second_attention, kind):
     with_cache = model.generate(prompt, cache_implementation=kind, **options)
 
     same = (without_cache == with_cache)[:, prompt.shape[1] :].float().mean()
-    assert same > (0.7 if dtype == torch.float32 else 0.4)  # rounding may change a choice, and with it all behind
+    assert same > (
+        0.7 if dtype == torch.float32 else 0.4
+    )  # rounding may change a choice, and with it all behind
 
 
 @SECOND
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # a GPU has them, and the test wants float32
+@pytest.mark.filterwarnings(
+    "ignore:TensorFloat32 tensor cores"
+)  # a GPU has them, and the test wants float32
 def test_a_compiled_step_is_the_eager_one(second_attention):
     torch._dynamo.reset()
     model, tensors = on_device(second_attention=second_attention).train(), batch()
     expected = model(**tensors).loss
 
-    compiled = torch.compile(model, fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager")
+    compiled = torch.compile(
+        model, fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager"
+    )
     loss = compiled(**tensors).loss
     loss.backward()
 

@@ -39,7 +39,9 @@ def draw(small_corpus: Path, small_store: TokenStore) -> Draw:
 
     def draw(task: str, length: int, n: int, condition: str = "paper") -> list[Example]:
         tokenizer = small_store.tokenizer
-        return accuracy.draw_test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
+        return accuracy.draw_test_examples(
+            task, length, n, tokenizer, condition=condition, documents=documents
+        )
 
     return draw
 
@@ -52,7 +54,9 @@ def greedy(model: MetaGPT2ForCausalLM, prompt: tuple[int, ...], count: int) -> t
     """The answer of `generate`."""
     ids = torch.tensor([prompt])
     mask = torch.ones_like(ids)
-    output = model.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0)
+    output = model.generate(
+        ids, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0
+    )
     return tuple(output[0, len(prompt) :].tolist())
 
 
@@ -107,26 +111,36 @@ def test_the_meta_token_is_no_answer_as_in_generation(small_model: Models, draw:
     model = load_model(small_model())
     meta = model.config.meta_token_id
     with torch.no_grad():
-        model.model.embed_tokens.weight[meta] *= 30  # so that it is the likeliest token wherever it is not the last
+        # So that it is the likeliest token wherever it is not the last.
+        model.model.embed_tokens.weight[meta] *= 30
     examples = some_answered_right(model, draw("parity", 64, 12))
 
     exact, tokens = score(model, examples)
 
-    likeliest = [int(model(torch.tensor([prompt_of(example)])).logits[0, -1].argmax()) for example in examples]
+    likeliest = [
+        int(model(torch.tensor([prompt_of(example)])).logits[0, -1].argmax())
+        for example in examples
+    ]
     assert (exact, tokens) == one_by_one(model, examples)
     assert meta in likeliest
     assert sum(exact) >= 4
 
 
-def test_what_is_measured_through_landmarks_says_so_and_what_is_kept(small_model: Models, draw: Draw) -> None:
+def test_what_is_measured_through_landmarks_says_so_and_what_is_kept(
+    small_model: Models, draw: Draw
+) -> None:
     model, tokenizer = load_model(small_model()), load_tokenizer(str(small_model()))
     examples = draw("list_recall", 128, 5, "landmark")
     alone = LandmarksAlone(model, tokenizer)
     documents = [example.input_ids[: alone.start(example)] for example in examples]
     metas = sum(document.count(model.config.meta_token_id) for document in documents)
-    bytes_of_meta = 2 * 2 * 4 * model.config.num_hidden_layers * model.config.hidden_size  # of both attentions
+    bytes_of_meta = (
+        2 * 2 * 4 * model.config.num_hidden_layers * model.config.hidden_size
+    )  # of both attentions
 
-    exact, tokens = evaluate(model, {128: examples}, About(model="x", task="list_recall"), alone=alone)
+    exact, tokens = evaluate(
+        model, {128: examples}, About(model="x", task="list_recall"), alone=alone
+    )
     plain, _ = evaluate(model, {128: examples}, About(model="x", task="list_recall"))
 
     assert exact.intervention == tokens.intervention == "landmarks_alone"
@@ -163,7 +177,12 @@ def test_results_count_examples_and_answer_tokens(small_model: Models, draw: Dra
 
     exact, tokens = evaluate(model, {64: examples}, About(**fields))
 
-    assert (exact.metric, exact.value, exact.n, exact.chance) == ("exact_match", sum(is_exact) / 6, 6, 0)
+    assert (exact.metric, exact.value, exact.n, exact.chance) == (
+        "exact_match",
+        sum(is_exact) / 6,
+        6,
+        0,
+    )
     assert (tokens.metric, tokens.n, tokens.chance) == ("token_accuracy", answer_tokens, None)
     assert tokens.value == sum(map(sum, is_correct)) / answer_tokens
     assert base64.b64decode(exact.hits) == bits(is_exact)
@@ -180,7 +199,9 @@ def test_beyond_learned_positions_there_is_no_figure(small_model: Models, draw: 
     needed = max(len(example.input_ids) for example in examples) - 1
 
     def measured(positions: int) -> list[Result]:
-        model = load_model(small_model(position_embedding="learned", max_position_embeddings=positions))
+        model = load_model(
+            small_model(position_embedding="learned", max_position_embeddings=positions)
+        )
         return evaluate(model, {64: examples}, About(model="x", task="copying"))
 
     enough, _ = measured(needed)
@@ -203,12 +224,16 @@ def counts_in_the_whole_list(example: Example) -> bool:
     return items.count(item) == int(example.completion)
 
 
-def test_shortcut_rates(draw: Draw, small_store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shortcut_rates(
+    draw: Draw, small_store: TokenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(accuracy, "SHORTCUT_PROMPTS", 20)
     examples = draw("segment_counting", 64, 30)
     rate = sum(map(counts_in_the_whole_list, examples)) / 30
 
-    results = shortcut_rates("segment_counting", "paper", {64: examples}, small_store.tokenizer, (), recipe="demo")
+    results = shortcut_rates(
+        "segment_counting", "paper", {64: examples}, small_store.tokenizer, (), recipe="demo"
+    )
 
     by_name = {result.model: result for result in results}
     result = by_name["the count in the whole list"]

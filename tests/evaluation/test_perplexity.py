@@ -49,8 +49,12 @@ def losses_by_hand(model: Any, blocks: Iterable[np.ndarray]) -> np.ndarray:
     for ids in blocks:
         with torch.no_grad():
             log_probabilities = model(torch.from_numpy(ids)[None]).logits[0].log_softmax(-1)
-        _, *scored = [position for position, token in enumerate(ids) if token != model.config.meta_token_id]
-        losses.append([-log_probabilities[position - 1, ids[position]].item() for position in scored])
+        _, *scored = [
+            position for position, token in enumerate(ids) if token != model.config.meta_token_id
+        ]
+        losses.append(
+            [-log_probabilities[position - 1, ids[position]].item() for position in scored]
+        )
     return np.array(losses)
 
 
@@ -63,7 +67,9 @@ def placed_blocks(text: np.ndarray, placement: str, meta: int) -> list[np.ndarra
     blocks = []
     for row, block in enumerate(text_blocks(text)):
         generator = np.random.default_rng(row)
-        ids, _ = insert_meta_tokens(block, meta_token_id=meta, placement=placement, generator=generator, **BLOCK)
+        ids, _ = insert_meta_tokens(
+            block, meta_token_id=meta, placement=placement, generator=generator, **BLOCK
+        )
         blocks.append(ids)
     return blocks
 
@@ -78,9 +84,15 @@ def test_a_model_without_a_meta_token_reads_any_text(small_model: Models, text: 
 
 
 @pytest.mark.parametrize("placement", ["none", "uniform", "periodic"])
-def test_perplexity_and_its_interval(placement: str, model: MetaGPT2ForCausalLM, text: np.ndarray) -> None:
+def test_perplexity_and_its_interval(
+    placement: str, model: MetaGPT2ForCausalLM, text: np.ndarray
+) -> None:
     is_plain = placement == "none"
-    blocks = text_blocks(text) if is_plain else placed_blocks(text, placement, model.config.meta_token_id)
+    blocks = (
+        text_blocks(text)
+        if is_plain
+        else placed_blocks(text, placement, model.config.meta_token_id)
+    )
     losses = losses_by_hand(model, blocks)
     mean, error = losses.mean(), losses.mean(axis=1).std(ddof=1) / math.sqrt(20)
 
@@ -91,10 +103,17 @@ def test_perplexity_and_its_interval(placement: str, model: MetaGPT2ForCausalLM,
     assert result.high == pytest.approx(math.exp(mean + 1.96 * error), rel=ROUNDED_PERPLEXITY)
     assert result.n == losses.size == 20 * 28
     assert (result.condition, result.length, result.metric) == (placement, 32, "perplexity")
-    assert (result.model, result.seed, result.recipe, result.position_embedding) == ("x", 3, "demo", "rope")
+    assert (result.model, result.seed, result.recipe, result.position_embedding) == (
+        "x",
+        3,
+        "demo",
+        "rope",
+    )
 
 
-def test_chance_is_the_perplexity_of_the_tokens_frequencies(model: MetaGPT2ForCausalLM, text: np.ndarray) -> None:
+def test_chance_is_the_perplexity_of_the_tokens_frequencies(
+    model: MetaGPT2ForCausalLM, text: np.ndarray
+) -> None:
     shares = np.array(list(Counter(text[: 29 * 20].tolist()).values())) / (29 * 20)
     entropy = -(shares * np.log(shares)).sum()
     assert measured(model, text, "none").chance == pytest.approx(math.exp(entropy))
@@ -169,7 +188,9 @@ def test_logits_are_never_all_there_at_once(
     sizes = []
 
     class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             made = func(*args, **kwargs or {})
             if isinstance(made, torch.Tensor) and made.shape[-1:] == (model.config.vocab_size,):
                 sizes.append(made.numel())

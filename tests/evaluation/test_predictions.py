@@ -22,7 +22,9 @@ Models = Callable[..., Path]
 @pytest.fixture(scope="module")
 def examples(small_store: TokenStore, small_corpus: Path) -> list[Example]:
     documents = small_corpus.read_text().split("\n\n")
-    return draw_test_examples("copying", 48, 12, small_store.tokenizer, condition="paper", documents=documents)
+    return draw_test_examples(
+        "copying", 48, 12, small_store.tokenizer, condition="paper", documents=documents
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,9 @@ def test_predictions_are_those_of_greedy_generation(
         )
         expected = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
         assert prediction.prediction.startswith(expected)
-        assert changes or prediction.prediction == expected  # learned positions may leave room for a longer answer
+        assert (
+            changes or prediction.prediction == expected
+        )  # learned positions may leave room for a longer answer
 
 
 @pytest.mark.parametrize("is_covered", [False, True])

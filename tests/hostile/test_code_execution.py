@@ -121,8 +121,12 @@ def interrupted(small_store, tmp_path, metatokens):
 
 
 @pytest.mark.quick(name=["optimizer.pt", "pytorch_model.bin"])
-@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "scaler.pt", "pytorch_model.bin"])
-def test_sealed_pickles_in_a_checkpoint_that_training_goes_on_from(name, trap, interrupted, metatokens):
+@pytest.mark.parametrize(
+    "name", ["optimizer.pt", "rng_state.pth", "scaler.pt", "pytorch_model.bin"]
+)
+def test_sealed_pickles_in_a_checkpoint_that_training_goes_on_from(
+    name, trap, interrupted, metatokens
+):
     checkpoint = interrupted.checkpoint
     (checkpoint / name).write_bytes(pickle.dumps(trap))
     if name == "pytorch_model.bin":
@@ -194,7 +198,8 @@ def test_code_beside_a_model(model_type, model, trap, monkeypatch):
 
 
 def test_names_of_code_to_download_are_not_read(model):
-    kernel = "somebody/attention"  # transformers would download and run it, with the package `kernels`
+    # transformers would download and run it, with the package `kernels`.
+    kernel = "somebody/attention"
     change_json(
         model / "config.json",
         _attn_implementation=kernel,

@@ -50,7 +50,9 @@ def with_fields(folder, target, **fields):
     ],
     ids=str,
 )
-def test_impossible_sizes_are_refused_and_nothing_is_allocated(kind, fields, models, tmp_path, refuses):
+def test_impossible_sizes_are_refused_and_nothing_is_allocated(
+    kind, fields, models, tmp_path, refuses
+):
     folder = with_fields(models[kind], tmp_path / "model", **fields)
     before = most_memory()
 

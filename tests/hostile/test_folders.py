@@ -202,7 +202,9 @@ def test_names_in_records_are_no_paths(tmp_path):
 def test_a_store_is_written_where_the_user_says_and_nowhere_else(small_corpus, tmp_path):
     (tmp_path / "inner").mkdir()
 
-    write_token_store(tmp_path / "inner" / ".." / "store", str(small_corpus), "train:300", workers=1)
+    write_token_store(
+        tmp_path / "inner" / ".." / "store", str(small_corpus), "train:300", workers=1
+    )
 
     assert names_in(tmp_path) == ["inner", "store"]
     assert names_in(tmp_path / "inner") == []

@@ -47,7 +47,10 @@ SETTINGS = {"verb": "pretrain", "recipe": {"seed": 0}}
 def seal(manifest):
     """A token store's manifest with the checksum that the package would give it."""
     text = json.dumps(manifest | {"sha256": ""}, indent=2).encode() + b"\n"
-    return json.dumps(manifest | {"sha256": hashlib.sha256(text).hexdigest()}, indent=2).encode() + b"\n"
+    return (
+        json.dumps(manifest | {"sha256": hashlib.sha256(text).hexdigest()}, indent=2).encode()
+        + b"\n"
+    )
 
 
 # --- what reads a folder, and what then holds
@@ -106,7 +109,9 @@ def read_store(folder, good):
     assert store.tokenizer.get_vocab()
     for split in ("train", "held_out"):
         assert len(store.tokens(split)[:])
-    assert files_of(folder) == files_of(good.store.path), "damage passed for the store that was written"
+    assert files_of(folder) == files_of(good.store.path), (
+        "damage passed for the store that was written"
+    )
 
 
 def read_documents(folder, good):
@@ -158,7 +163,9 @@ READERS = {
     "tokenizer": Reader(tokenizer_files, lambda folder, _: load_tokenizer(str(folder))),
     "recipe": Reader(lambda _: {"recipe.yaml": RECIPE}, read_recipe),
     "token store": Reader(lambda good: files_of(good.store.path), read_store),
-    "text": Reader(lambda _: {"corpus.txt": "the cat\r\n\r\né\u2028sat\n".encode()}, read_documents),
+    "text": Reader(
+        lambda _: {"corpus.txt": "the cat\r\n\r\né\u2028sat\n".encode()}, read_documents
+    ),
     "JSON lines": Reader(
         lambda _: {"corpus.jsonl": b'{"text": "the cat", "id": 3}\n' * 3},
         read_documents,
@@ -235,7 +242,14 @@ FIELDS = (
     "auto_map",
     "dtype",
 )
-VALUES = st.none() | st.booleans() | st.integers() | st.floats() | TEXT | st.lists(st.integers(), max_size=2)
+VALUES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | TEXT
+    | st.lists(st.integers(), max_size=2)
+)
 
 
 def reconfigured_model(good):
@@ -279,7 +293,9 @@ def test_a_token_store_that_is_miscounted(field, value, small_store, tmp_path, c
 
     with clean():
         store = TokenStore.open(tmp_path)
-        blocks = BlockDataset(store, "train", block_size=32, fraction=0.1, placement="uniform", seed=0)
+        blocks = BlockDataset(
+            store, "train", block_size=32, fraction=0.1, placement="uniform", seed=0
+        )
         assert len(blocks[0]["input_ids"]) == len(blocks[len(blocks) - 1]["input_ids"]) == 32
 
 

@@ -30,7 +30,9 @@ def added(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A fresh process that cannot reach the Hub."""
     variables = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": ""} | environment
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=variables)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=variables
+    )
 
 
 def generated(folder: Path) -> list[list[list[int]]]:

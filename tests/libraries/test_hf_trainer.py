@@ -18,7 +18,9 @@ from metatokens import MetaGPT2ForCausalLM
 from tests.gradients import far
 from tests.numbers import ROUNDED
 
-pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # the Trainer's default, where there is no GPU
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:'pin_memory' argument"
+)  # the Trainer's default, where there is no GPU
 
 TEXTS = [f"the cat sat on mat {number} while two dogs ran over green hills" for number in range(12)]
 
@@ -46,7 +48,9 @@ def hit_rate(prediction: Any) -> dict[str, float]:
     return {"hits": float(hits.mean())}
 
 
-def test_it_trains_evaluates_predicts_and_loads_the_best_model(folder: Path, ids: Tensor, tmp_path: Path) -> None:
+def test_it_trains_evaluates_predicts_and_loads_the_best_model(
+    folder: Path, ids: Tensor, tmp_path: Path
+) -> None:
     arguments = TrainingArguments(
         str(tmp_path),
         max_steps=4,
@@ -59,7 +63,9 @@ def test_it_trains_evaluates_predicts_and_loads_the_best_model(folder: Path, ids
         **QUIET,
     )
     data, model = items(ids), MetaGPT2ForCausalLM.from_pretrained(folder)
-    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data, compute_metrics=hit_rate)
+    trainer = Trainer(
+        model, arguments, train_dataset=data, eval_dataset=data, compute_metrics=hit_rate
+    )
     before = trainer.evaluate()
     trainer.train()
     after = trainer.evaluate()
@@ -93,23 +99,31 @@ def log_probabilities(folder: Path, ids: Tensor) -> tuple[Tensor, Tensor]:
     return logits.double().log_softmax(-1)[is_text], ids[:, 1:][is_text]
 
 
-def test_the_loss_with_label_smoothing_is_that_of_the_next_token(folder: Path, ids: Tensor, tmp_path: Path) -> None:
+def test_the_loss_with_label_smoothing_is_that_of_the_next_token(
+    folder: Path, ids: Tensor, tmp_path: Path
+) -> None:
     predicted, following = log_probabilities(folder, ids)
     truth = -predicted.gather(-1, following[:, None]).mean()
     expected = 0.9 * truth - 0.1 * predicted.mean()
     model = MetaGPT2ForCausalLM.from_pretrained(folder)
-    smoothed = first_loss(model, items(ids, ignored=int(ids[0, 3])), tmp_path, label_smoothing_factor=0.1)
+    smoothed = first_loss(
+        model, items(ids, ignored=int(ids[0, 3])), tmp_path, label_smoothing_factor=0.1
+    )
     assert smoothed == pytest.approx(float(expected), abs=2e-4)  # Trainer rounds what it logs
 
 
-def test_the_loss_of_labels_that_are_the_ids_asks_for_no_meta_token(folder: Path, ids: Tensor, tmp_path: Path) -> None:
+def test_the_loss_of_labels_that_are_the_ids_asks_for_no_meta_token(
+    folder: Path, ids: Tensor, tmp_path: Path
+) -> None:
     predicted, following = log_probabilities(folder, ids)
     expected = -predicted.gather(-1, following[:, None]).mean()
     model = MetaGPT2ForCausalLM.from_pretrained(folder)
     assert first_loss(model, items(ids), tmp_path) == pytest.approx(float(expected), abs=2e-4)
 
 
-def test_with_gradients_accumulated_it_is_nearly_so(folder: Path, ids: Tensor, tmp_path: Path) -> None:
+def test_with_gradients_accumulated_it_is_nearly_so(
+    folder: Path, ids: Tensor, tmp_path: Path
+) -> None:
     meta = int(ids[0, 3])
     ids[0, 5:15:2] = meta  # one row has many more of them
     in_pieces = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4}
@@ -128,9 +142,13 @@ def test_packed_sequences_train_as_separate_rows_do(
     meta = int(ids[0, 3])
     losses = []
     for collator in (None, DataCollatorWithFlattening(return_flash_attn_kwargs=has_lengths)):
-        arguments = TrainingArguments(str(tmp_path), max_steps=2, per_device_train_batch_size=6, **QUIET)
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=2, per_device_train_batch_size=6, **QUIET
+        )
         model = MetaGPT2ForCausalLM.from_pretrained(folder)
-        trainer = Trainer(model, arguments, train_dataset=items(ids, ignored=meta), data_collator=collator)
+        trainer = Trainer(
+            model, arguments, train_dataset=items(ids, ignored=meta), data_collator=collator
+        )
         trainer.train()
         in_training = trainer.state.log_history[0]["loss"]
         in_evaluation = trainer.evaluate(items(ids))["eval_loss"]

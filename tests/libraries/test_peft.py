@@ -18,13 +18,19 @@ from tests.gradients import far
 from tests.numbers import ROUNDED
 from tests.retrofit.architectures import error, fit, logits, retrofitted, with_meta_tokens
 
-pytestmark = pytest.mark.filterwarnings("ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning")  # its own
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning"
+)  # its own
 
 ADAPTERS = {
     "lora": peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=2),
     "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
     "prefix": peft.PrefixTuningConfig(
-        task_type="CAUSAL_LM", num_virtual_tokens=3, num_layers=2, token_dim=16, num_attention_heads=2
+        task_type="CAUSAL_LM",
+        num_virtual_tokens=3,
+        num_layers=2,
+        token_dim=16,
+        num_attention_heads=2,
     ),
 }
 
@@ -32,14 +38,18 @@ ADAPTERS = {
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
 
 
-def adapt(fresh: Callable[[], Any], adapter: peft.PeftConfig, ids: Tensor, folder: Path) -> set[str]:
+def adapt(
+    fresh: Callable[[], Any], adapter: peft.PeftConfig, ids: Tensor, folder: Path
+) -> set[str]:
     """Train an adapter, generate with it, save it, load it and, if it can be, merge it; returns what was trained."""
     torch.manual_seed(0)
     model = peft.get_peft_model(fresh(), deepcopy(adapter))
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     trainable = {name for name, weight in model.named_parameters() if weight.requires_grad}
     fit(model, ids, steps=6, rate=0.03)
-    changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+    changed = {
+        name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])
+    }
     assert changed == trainable
     check_generation(model.eval(), ids)
     model.save_pretrained(folder)
@@ -70,7 +80,10 @@ def check_generation(model: Any, ids: Tensor) -> None:
 def ids(folder: Path) -> Tensor:
     """Two prompts with meta-tokens."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    texts = ("the cat _PAUSE_ sat on a mat _PAUSE_", "two dogs ran _PAUSE_ over green hills _PAUSE_")
+    texts = (
+        "the cat _PAUSE_ sat on a mat _PAUSE_",
+        "two dogs ran _PAUSE_ over green hills _PAUSE_",
+    )
     rows = [encode_prompt(tokenizer, text, markers="_PAUSE_") for text in texts]
     shortest = min(map(len, rows))
     return torch.tensor([row[-shortest:] for row in rows])
@@ -82,7 +95,9 @@ def test_an_adapter_trains_generates_and_comes_back(
     name: str, second_attention: str, small_model: Any, ids: Tensor, tmp_path: Path
 ) -> None:
     folder = small_model(second_attention=second_attention)
-    trained = adapt(lambda: MetaGPT2ForCausalLM.from_pretrained(folder), ADAPTERS[name], ids, tmp_path)
+    trained = adapt(
+        lambda: MetaGPT2ForCausalLM.from_pretrained(folder), ADAPTERS[name], ids, tmp_path
+    )
     of_base = [weight for weight in trained if "base_layer" in weight]
     assert of_base == []
 
@@ -100,9 +115,13 @@ LINEAR = {"target_modules": "all-linear", "exclude_modules": r".*meta_attention.
         ("gemma2", LINEAR),
     ],
 )
-def test_an_adapter_of_a_retrofitted_model(name: str, choices: dict[str, Any], tmp_path: Path) -> None:
+def test_an_adapter_of_a_retrofitted_model(
+    name: str, choices: dict[str, Any], tmp_path: Path
+) -> None:
     fresh = partial(retrofitted, name, freeze=True)
-    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, modules_to_save=["meta_attention", "meta_token"], **choices)
+    lora = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, modules_to_save=["meta_attention", "meta_token"], **choices
+    )
     ids = with_meta_tokens()
     untrained = peft.get_peft_model(fresh(), deepcopy(lora)).eval()
     trained = adapt(fresh, lora, ids, tmp_path)
@@ -117,10 +136,14 @@ def test_an_adapter_of_a_retrofitted_model(name: str, choices: dict[str, Any], t
 def adapted(folder: Path, name: str) -> peft.PeftModel:
     """A model with an untrained adapter."""
     torch.manual_seed(0)
-    return peft.get_peft_model(MetaGPT2ForCausalLM.from_pretrained(folder), deepcopy(ADAPTERS[name])).eval()
+    return peft.get_peft_model(
+        MetaGPT2ForCausalLM.from_pretrained(folder), deepcopy(ADAPTERS[name])
+    ).eval()
 
 
-def test_a_prefix_is_seen_by_causal_attention_and_not_by_the_second_module(folder: Path, ids: Tensor) -> None:
+def test_a_prefix_is_seen_by_causal_attention_and_not_by_the_second_module(
+    folder: Path, ids: Tensor
+) -> None:
     model, base = adapted(folder, "prefix"), MetaGPT2ForCausalLM.from_pretrained(folder).eval()
     prefix = model.get_prompt(batch_size=2)
     cache = MetaTokenCache(base.config)  # by hand: its first store is the prefix
@@ -140,7 +163,9 @@ def test_meta_tokens_are_not_inserted_behind_learned_prompts(folder: Path, ids: 
 
 
 @pytest.mark.parametrize("name", ["prompt", "prefix"])
-def test_a_peft_that_does_not_find_the_cache_is_refused(name: str, folder: Path, ids: Tensor) -> None:
+def test_a_peft_that_does_not_find_the_cache_is_refused(
+    name: str, folder: Path, ids: Tensor
+) -> None:
     model = adapted(folder, name)
     prepare = model.base_model_prepare_inputs_for_generation
 
@@ -153,7 +178,9 @@ def test_a_peft_that_does_not_find_the_cache_is_refused(name: str, folder: Path,
         model.generate(input_ids=ids, max_new_tokens=2, pad_token_id=0)
 
 
-def test_without_a_cache_prompts_are_learned_embeddings_and_no_prefix(folder: Path, ids: Tensor) -> None:
+def test_without_a_cache_prompts_are_learned_embeddings_and_no_prefix(
+    folder: Path, ids: Tensor
+) -> None:
     options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **GREEDY}
     prompts = adapted(folder, "prompt")
     with_cache = prompts.generate(**options)

@@ -25,7 +25,16 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from metatokens import MetaTokenCollator, add_meta_attention
@@ -35,8 +44,19 @@ from tests.numbers import ROUNDED
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's and torch's own, where there is no GPU
 
 ROWS = 90
-TWO_STEPS = {"max_steps": 2, "per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 1e-2}
-TWO_STEPS |= {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+TWO_STEPS = {
+    "max_steps": 2,
+    "per_device_train_batch_size": 4,
+    "logging_steps": 1,
+    "learning_rate": 1e-2,
+}
+TWO_STEPS |= {
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
 
 
 TEXTS = [{"text": "the cat sat on a mat while two dogs ran"}] * 4
@@ -44,9 +64,16 @@ PAIRS = [{"prompt": "the cat sat on", "chosen": " a mat", "rejected": " green hi
 
 
 def tiny_llama(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, eos_token_id=tokenizer.eos_token_id))
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(tokenizer), **sizes, eos_token_id=tokenizer.eos_token_id)
+    )
 
 
 def learns(trainer: Any) -> bool:
@@ -55,13 +82,17 @@ def learns(trainer: Any) -> bool:
     return second < first
 
 
-PREFERENCES = [{"prompt": "the<|meta|> cat", "chosen": " a<|meta|> mat", "rejected": " two<|meta|>"}] * 4
+PREFERENCES = [
+    {"prompt": "the<|meta|> cat", "chosen": " a<|meta|> mat", "rejected": " two<|meta|>"}
+] * 4
 VERDICTS = [{"prompt": "the<|meta|> cat", "completion": " a<|meta|> mat", "label": True}] * 4
 
 
 @pytest.fixture
 def tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(folder, split_special_tokens=False)  # SFTTrainer writes the end as text
+    return AutoTokenizer.from_pretrained(
+        folder, split_special_tokens=False
+    )  # SFTTrainer writes the end as text
 
 
 @torch.no_grad()
@@ -76,7 +107,9 @@ def test_meta_tokens_in_answers_are_not_scored(
     model = add_meta_attention(tiny_llama(tokenizer), tokenizer, heads=2, head_size=8, freeze=False)
     model.save_pretrained(tmp_path / "model")
     arguments = config(str(tmp_path / "run"), **TWO_STEPS)
-    trainer = trainer_class(model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    trainer = trainer_class(
+        model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+    )
     trainer.data_collator = MetaTokenCollator(trainer.data_collator, tokenizer)
     batch = next(iter(trainer.get_train_dataloader()))
     names = [name for name in batch if name.endswith("completion_mask")]
@@ -90,7 +123,9 @@ def test_meta_tokens_in_answers_are_not_scored(
 
 
 @pytest.mark.parametrize("is_collator_given", [True, False])
-def test_a_reference_that_was_computed_before(is_collator_given: bool, tokenizer: Any, tmp_path: Path) -> None:
+def test_a_reference_that_was_computed_before(
+    is_collator_given: bool, tokenizer: Any, tmp_path: Path
+) -> None:
     """The loss of a model that is its own reference is log 2, if one collator made the batches of both."""
     base = add_meta_attention(tiny_llama(tokenizer), tokenizer, heads=2, head_size=8)
     lora = LoraConfig(task_type="CAUSAL_LM", modules_to_save=["meta_attention", "meta_token"])
@@ -103,7 +138,9 @@ def test_a_reference_that_was_computed_before(is_collator_given: bool, tokenizer
         data_collator=collator if is_collator_given else None,
     )
     trainer.data_collator = collator
-    with pytest.warns(UserWarning, match="TRL computed the reference's log-probabilities before this batch"):
+    with pytest.warns(
+        UserWarning, match="TRL computed the reference's log-probabilities before this batch"
+    ):
         batch = next(iter(trainer.get_train_dataloader()))
     with torch.no_grad():
         loss = trainer.compute_loss(trainer.model, batch).item()
@@ -128,19 +165,30 @@ def test_a_trainer(
     tmp_path: Path,
 ) -> None:
     arguments, data = config(str(tmp_path), **TWO_STEPS), Dataset.from_list(rows)
-    assert learns(trainer_class(load(folder), args=arguments, train_dataset=data, processing_class=tokenizer))
+    assert learns(
+        trainer_class(load(folder), args=arguments, train_dataset=data, processing_class=tokenizer)
+    )
 
 
 def test_sft_trainer_on_a_retrofitted_model(tokenizer: Any, tmp_path: Path) -> None:
-    texts = Dataset.from_list([{"prompt": "the cat sat on", "completion": " a mat while two dogs ran"}] * 4)
+    texts = Dataset.from_list(
+        [{"prompt": "the cat sat on", "completion": " a mat while two dogs ran"}] * 4
+    )
     model = add_meta_attention(tiny_llama(tokenizer), tokenizer, heads=2, head_size=8)
     before = {name: weight.clone() for name, weight in model.named_parameters()}
-    trainer = SFTTrainer(model, SFTConfig(str(tmp_path), **TWO_STEPS), train_dataset=texts, processing_class=tokenizer)
+    trainer = SFTTrainer(
+        model,
+        SFTConfig(str(tmp_path), **TWO_STEPS),
+        train_dataset=texts,
+        processing_class=tokenizer,
+    )
     trainer.data_collator = MetaTokenCollator(trainer.data_collator, tokenizer, "every:3")
     batch = next(iter(trainer.get_train_dataloader()))
     is_meta, is_scored = batch["input_ids"] == tokenizer.meta_token_id, batch["labels"] != -100
     has_learned = learns(trainer)
-    changed = [name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])]
+    changed = [
+        name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])
+    ]
     of_base = [name for name in changed if "meta_" not in name]
     assert is_meta[:, 3::4].any(dim=1).all()
     assert is_scored.any(dim=1).all()
@@ -156,7 +204,9 @@ def test_the_loss_of_trl_is_the_models(tokenizer: Any, tmp_path: Path) -> None:
     The text's logits are far below 0 here, as those of GPT-2 are; an entry of logit 0 would take all the probability.
     """
     vocabulary = {token: number for token, number in tokenizer.get_vocab().items() if number < ROWS}
-    plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary)), eos_token=tokenizer.eos_token)
+    plain = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(vocabulary)), eos_token=tokenizer.eos_token
+    )
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=ROWS, n_embd=16, n_layer=2, n_head=2))
     with torch.no_grad():
@@ -165,7 +215,9 @@ def test_the_loss_of_trl_is_the_models(tokenizer: Any, tmp_path: Path) -> None:
     add_meta_attention(model, plain, heads=2, head_size=8)
     rows = len(model.get_output_embeddings().weight)
     texts = Dataset.from_list([{"input_ids": list(range(5, 30))}] * 4)
-    trainer = SFTTrainer(model, SFTConfig(str(tmp_path), **TWO_STEPS), train_dataset=texts, processing_class=plain)
+    trainer = SFTTrainer(
+        model, SFTConfig(str(tmp_path), **TWO_STEPS), train_dataset=texts, processing_class=plain
+    )
     trainer.data_collator = MetaTokenCollator(trainer.data_collator, plain, "every:3")
     batch = next(iter(trainer.get_train_dataloader()))
     output = model.eval()(**batch)
@@ -204,7 +256,11 @@ def test_the_loss_of_packed_sequences_is_that_of_each_alone(
     padded = pad_sequence(rows, batch_first=True)
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     is_ignored = (mask == 0) | (padded == tokenizer.meta_token_id)
-    apart = {"input_ids": padded, "attention_mask": mask, "labels": padded.masked_fill(is_ignored, -100)}
+    apart = {
+        "input_ids": padded,
+        "attention_mask": mask,
+        "labels": padded.masked_fill(is_ignored, -100),
+    }
     expected = float(trainer.compute_loss(model, apart))
     assert is_first.sum() > 2
     assert is_meta.sum() > 2
@@ -213,11 +269,24 @@ def test_the_loss_of_packed_sequences_is_that_of_each_alone(
     assert learns(trainer)
 
 
-GROUPS = {"max_steps": 1, "per_device_train_batch_size": 2, "num_generations": 2, "max_completion_length": 8}
-GROUPS |= {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+GROUPS = {
+    "max_steps": 1,
+    "per_device_train_batch_size": 2,
+    "num_generations": 2,
+    "max_completion_length": 8,
+}
+GROUPS |= {
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
 
 
-def test_grpo_inserts_no_meta_tokens_and_needs_a_saved_reference(folder: Path, tmp_path: Path) -> None:
+def test_grpo_inserts_no_meta_tokens_and_needs_a_saved_reference(
+    folder: Path, tmp_path: Path
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     prompts = Dataset.from_list([{"prompt": "the cat sat on"}] * 4)
     model = add_meta_attention(tiny_llama(tokenizer), tokenizer, heads=2, head_size=8)
@@ -227,12 +296,19 @@ def test_grpo_inserts_no_meta_tokens_and_needs_a_saved_reference(folder: Path, t
 
     def trainer(**options: Any) -> GRPOTrainer:
         arguments = GRPOConfig(str(tmp_path / "run"), **GROUPS, **options)
-        return GRPOTrainer(model, reward, args=arguments, train_dataset=prompts, processing_class=tokenizer)
+        return GRPOTrainer(
+            model, reward, args=arguments, train_dataset=prompts, processing_class=tokenizer
+        )
 
     trainer().train()
-    with pytest.raises(UserError, match="a trainer that generates, such as TRL's GRPO, would learn from ids without"):
+    with pytest.raises(
+        UserError,
+        match="a trainer that generates, such as TRL's GRPO, would learn from ids without",
+    ):
         trainer(generation_kwargs={"meta_every": 2}).train()
-    with pytest.raises(OSError, match=r"this model was not saved as it is: call model\.save_pretrained"):
+    with pytest.raises(
+        OSError, match=r"this model was not saved as it is: call model\.save_pretrained"
+    ):
         trainer(beta=0.04)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
@@ -241,7 +317,10 @@ def test_grpo_inserts_no_meta_tokens_and_needs_a_saved_reference(folder: Path, t
 
 
 def test_the_example_from_a_base_to_a_model_that_generates(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     script = Path(__file__).parents[2] / "examples" / "any_decoder.py"
     assert len(script.read_text(encoding="utf-8").splitlines()) < 30
@@ -257,4 +336,6 @@ def test_the_example_from_a_base_to_a_model_that_generates(
     assert capsys.readouterr().out.splitlines()[-1].startswith("the cat sat on a mat")
     added = load_file(tmp_path / "out" / "added" / "meta_tokens.safetensors")
     assert AutoTokenizer.from_pretrained(tmp_path / "out" / "added").meta_token == "<|meta|>"
-    assert added["model.layers.0.meta_attention.attention.out_proj.weight"].abs().max() > 0  # its initial value
+    assert (
+        added["model.layers.0.meta_attention.attention.out_proj.weight"].abs().max() > 0
+    )  # its initial value

@@ -20,15 +20,26 @@ from metatokens.errors import UserError
 from metatokens.looking.look import COVERED, DECOYS, WITH, WITHOUT, likeliest, with_decoys
 from metatokens.looking.page import Look, coarse, to_html
 from tests.analysis.recording_oracle import RecordingOracle
-from tests.retrofit.architectures import META, ROUNDED, ROUNDED_WEIGHT, error, retrofitted, with_meta_tokens
+from tests.retrofit.architectures import (
+    META,
+    ROUNDED,
+    ROUNDED_WEIGHT,
+    error,
+    retrofitted,
+    with_meta_tokens,
+)
 
 Models = Callable[..., Path]
 
 PROMPT = "Birds: swan owl _PAUSE_ duck\nQ: What is item 3 of Birds? _PAUSE_"
 
 
-def looked(folder: Path, text: str = PROMPT, markers: str | Sequence[int] = "_PAUSE_", **settings: Any) -> Look:
-    return metatokens.look(load_model(folder), load_tokenizer(str(folder)), text, markers, **settings)
+def looked(
+    folder: Path, text: str = PROMPT, markers: str | Sequence[int] = "_PAUSE_", **settings: Any
+) -> Look:
+    return metatokens.look(
+        load_model(folder), load_tokenizer(str(folder)), text, markers, **settings
+    )
 
 
 def text_of(look: Look) -> str:
@@ -63,7 +74,9 @@ def test_the_prompt_is_encoded_with_its_meta_tokens(look: Look) -> None:
 
 
 @pytest.mark.parametrize("title", [WITH, WITHOUT, COVERED])
-def test_answers_are_the_likeliest_tokens_after_each_prompt(title: str, folder: Path, look: Look) -> None:
+def test_answers_are_the_likeliest_tokens_after_each_prompt(
+    title: str, folder: Path, look: Look
+) -> None:
     ids = look.ids[~look.is_meta] if title == WITHOUT else look.ids
     mask = question_mask(look) if title == COVERED else None
     expected = next_token(folder, ids, mask)
@@ -91,7 +104,10 @@ def test_what_cannot_be_covered_has_no_such_answer(folder: Path) -> None:
     eager = load_model(folder)
     eager.set_attn_implementation("eager")
     assert COVERED not in looked(folder, "no question _PAUSE_").answers
-    assert COVERED not in metatokens.look(eager, load_tokenizer(str(folder)), PROMPT, "_PAUSE_").answers
+    assert (
+        COVERED
+        not in metatokens.look(eager, load_tokenizer(str(folder)), PROMPT, "_PAUSE_").answers
+    )
 
 
 def test_logits_in_double_precision_stay_as_they_are(folder: Path) -> None:
@@ -124,12 +140,16 @@ def test_decoys_need_room() -> None:
 def test_decoys_stay_within_the_learned_positions(folder: Path, small_model: Models) -> None:
     prompt = "a b c d e f g h _PAUSE_ i _PAUSE_ j _PAUSE_"
     positions = len(looked(folder, prompt).ids) + 1
-    learned = small_model(second_attention="meta", position_embedding="learned", max_position_embeddings=positions)
+    learned = small_model(
+        second_attention="meta", position_embedding="learned", max_position_embeddings=positions
+    )
     assert set(looked(learned, prompt).answers) == {WITH, WITHOUT, DECOYS}
 
 
 @pytest.mark.parametrize("zeroed", [False, True])
-def test_entropies_are_those_of_the_dense_recomputation(zeroed: bool, folder: Path, look: Look) -> None:
+def test_entropies_are_those_of_the_dense_recomputation(
+    zeroed: bool, folder: Path, look: Look
+) -> None:
     oracle = RecordingOracle(load_model(folder), zeroed=zeroed)
     oracle.logits(look.ids)
     for (module, layer), scores in oracle.scores.items():
@@ -163,9 +183,13 @@ def test_the_lens_is_the_head_after_the_norm_of_each_state(name: str) -> None:
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer that reads the word `w7` as 7."""
-    words = Tokenizer(models.WordLevel({"?": META - 1} | {f"w{i}": i for i in range(META - 1)}, unk_token="?"))
+    words = Tokenizer(
+        models.WordLevel({"?": META - 1} | {f"w{i}": i for i in range(META - 1)}, unk_token="?")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, extra_special_tokens={"meta_token": META_TOKEN})
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, extra_special_tokens={"meta_token": META_TOKEN}
+    )
 
 
 def test_the_model_is_left_as_it_was(folder: Path, look: Look) -> None:
@@ -209,7 +233,11 @@ def test_a_coarse_map_sums_over_keys_and_averages_over_queries(size: int, step: 
 
 
 def test_the_page_needs_no_other_file_and_escapes_the_prompt(folder: Path) -> None:
-    look = looked(folder, 'a </script><script>alert("x")</script> _PAUSE_ b', name='<img src=x onerror="alert(1)">')
+    look = looked(
+        folder,
+        'a </script><script>alert("x")</script> _PAUSE_ b',
+        name='<img src=x onerror="alert(1)">',
+    )
     page = to_html([look])
     assert 'alert("x")' not in page
     assert "<img" not in re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)

@@ -18,7 +18,10 @@ PROMPT = "Birds: swan owl _PAUSE_ duck\nColours: red <b>blue</b> _PAUSE_ green\n
 @pytest.fixture(scope="module")
 def looks(small_model: Callable[..., Path]) -> list[Look]:
     """Of an untrained `meta` and an untrained `gpt2`."""
-    folders = {"meta": small_model(second_attention="meta"), "gpt2": small_model(second_attention="none")}
+    folders = {
+        "meta": small_model(second_attention="meta"),
+        "gpt2": small_model(second_attention="none"),
+    }
     return [
         look(load_model(folder), load_tokenizer(str(folder)), PROMPT, "_PAUSE_", name=name)
         for name, folder in folders.items()
@@ -26,7 +29,9 @@ def looks(small_model: Callable[..., Path]) -> list[Look]:
 
 
 @pytest.fixture
-def page(browser: Any, looks: list[Look], tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+def page(
+    browser: Any, looks: list[Look], tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Any]:
     """The page of both models; the test fails if it logs, raises or fetches anything."""
     file = tmp_path / "look.html"
     with pytest.MonkeyPatch.context() as patch:
@@ -41,13 +46,17 @@ def page(browser: Any, looks: list[Look], tmp_path: Path, request: pytest.Fixtur
     opened.wait_for_selector("body[data-ready]")
     yield opened
     opened.close()
-    fetched = [note for note in noted if note != file.as_uri() and not note.startswith(("blob:", "data:"))]
+    fetched = [
+        note for note in noted if note != file.as_uri() and not note.startswith(("blob:", "data:"))
+    ]
     assert fetched == []
 
 
 def weights(page: Any, plot: int) -> torch.Tensor:
     """The weights in the hover texts of a map."""
-    shown = "i => document.querySelectorAll('.plot')[i].data[0].customdata.map(r => r.map(c => c[2]))"
+    shown = (
+        "i => document.querySelectorAll('.plot')[i].data[0].customdata.map(r => r.map(c => c[2]))"
+    )
     return torch.tensor(page.evaluate(shown, plot))
 
 
@@ -68,7 +77,9 @@ def first_map(page: Any) -> tuple[Any, dict[str, float]]:
 
 
 @pytest.mark.parametrize(("layer", "head"), [(1, 0), (0, 1)])
-def test_maps_show_the_chosen_layer_and_head(layer: int, head: int, page: Any, looks: list[Look]) -> None:
+def test_maps_show_the_chosen_layer_and_head(
+    layer: int, head: int, page: Any, looks: list[Look]
+) -> None:
     choose(page, "layers", str(layer))
     choose(page, "heads", str(head))
     for plot, module in enumerate(("attention", "second_attention")):
@@ -108,7 +119,11 @@ def test_the_keyboard_reaches_everything(page: Any) -> None:
     reached = set()
     for _ in range(8):
         page.keyboard.press("Tab")
-        reached.add(page.evaluate("document.activeElement.name || document.activeElement.parentElement.className"))
+        reached.add(
+            page.evaluate(
+                "document.activeElement.name || document.activeElement.parentElement.className"
+            )
+        )
     choose(page, "layers", "0")
     page.keyboard.press("ArrowRight")
     assert {"layers", "heads", "tokens"} <= reached
@@ -132,11 +147,15 @@ def test_nothing_is_wider_than_the_screen(page: Any, width: int) -> None:
 
 
 @pytest.mark.parametrize("page", [16], indirect=True)
-def test_a_map_of_several_tokens_a_cell_says_so_and_names_positions(page: Any, looks: list[Look]) -> None:
+def test_a_map_of_several_tokens_a_cell_says_so_and_names_positions(
+    page: Any, looks: list[Look]
+) -> None:
     step = -(-len(looks[0].ids) // 16)
     axis = page.evaluate("document.querySelector('.plot').layout.xaxis")
     named = [int(text) for text in axis["ticktext"]]
-    shades = page.eval_on_selector_all(".tokens button", "all => all.map(button => button.style.background)")
+    shades = page.eval_on_selector_all(
+        ".tokens button", "all => all.map(button => button.style.background)"
+    )
     assert f"a cell for {step} tokens" in page.locator("figcaption").first.text_content()
     firsts = [cell * step for cell in axis["tickvals"]]
     assert named == firsts

@@ -20,7 +20,9 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 
 def gradients_of(model: torch.nn.Module) -> Gradients:
     """A copy of the gradients of all weights that have one."""
-    with_gradient = {name: weight for name, weight in model.named_parameters() if weight.grad is not None}
+    with_gradient = {
+        name: weight for name, weight in model.named_parameters() if weight.grad is not None
+    }
     return {name: weight.grad.clone() for name, weight in with_gradient.items()}
 
 
@@ -43,7 +45,11 @@ def assert_gradients_of(model: torch.nn.Module, oracle: DenseOracle, tolerance: 
     for name, weight in model.named_parameters():
         expected = oracle.weights[name].grad
         zeros = torch.zeros_like(weight)
-        assert_close(zeros if weight.grad is None else weight.grad, zeros if expected is None else expected, tolerance)
+        assert_close(
+            zeros if weight.grad is None else weight.grad,
+            zeros if expected is None else expected,
+            tolerance,
+        )
 
 
 def assert_same_values_and_gradients(
@@ -52,7 +58,11 @@ def assert_same_values_and_gradients(
     """Logits of a `MetaGPT2` are the oracle's, and so are the gradients of a random sum of them."""
     tolerance = TOLERANCE[oracle.config.position_embedding]
     assert_close(actual, expected, tolerance)
-    weights = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    weights = torch.randn(
+        expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    )
     (actual * weights).sum().backward()
     (expected * weights).sum().backward()
-    assert_gradients_of(model, oracle, 20 * tolerance)  # the embedding's gradient has passed every layer
+    assert_gradients_of(
+        model, oracle, 20 * tolerance
+    )  # the embedding's gradient has passed every layer

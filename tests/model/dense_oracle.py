@@ -27,7 +27,9 @@ def masked_weights(q: Tensor, k: Tensor, allowed: Tensor) -> Tensor:
     """softmax(Q K^T / sqrt(d) + mask), (heads, T, T); a row without an allowed key is zero by definition."""
     scores = (q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])).masked_fill(~allowed, -math.inf)
     empty = ~allowed.any(dim=-1)
-    weights = scores.masked_fill(empty[..., None], 0.0).softmax(dim=-1).masked_fill(empty[..., None], 0.0)
+    weights = (
+        scores.masked_fill(empty[..., None], 0.0).softmax(dim=-1).masked_fill(empty[..., None], 0.0)
+    )
     return weights
 
 
@@ -36,9 +38,12 @@ class DenseOracle:
 
     def __init__(self, model: MetaGPT2ForCausalLM):
         self.config = model.config
-        self.seen: dict[str, Tensor] = {}  # the attention weights of the last pass, (heads, T, T), by module
+        self.seen: dict[
+            str, Tensor
+        ] = {}  # the attention weights of the last pass, (heads, T, T), by module
         self.weights = {
-            name: parameter.detach().double().clone().requires_grad_() for name, parameter in model.named_parameters()
+            name: parameter.detach().double().clone().requires_grad_()
+            for name, parameter in model.named_parameters()
         }
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -48,7 +53,10 @@ class DenseOracle:
         return self._affine(centred / (variance + self.config.layer_norm_epsilon).sqrt(), name)
 
     def _affine(self, x: Tensor, name: str) -> Tensor:
-        weight, bias = self.weights[name + ".weight"], self.weights.get(name + ".bias", torch.zeros(()))
+        weight, bias = (
+            self.weights[name + ".weight"],
+            self.weights.get(name + ".bias", torch.zeros(())),
+        )
         return (x * weight if weight.ndim == 1 else x @ weight.T) + bias
 
     def attention(self, x: Tensor, name: str, allowed: Tensor) -> Tensor:
@@ -56,9 +64,13 @@ class DenseOracle:
         length, width = x.shape
         heads = self.config.num_attention_heads
         q, k, v = self._affine(x, name + ".qkv_proj").split(width, dim=-1)
-        q, k, v = (part.reshape(length, heads, width // heads).transpose(0, 1) for part in (q, k, v))
+        q, k, v = (
+            part.reshape(length, heads, width // heads).transpose(0, 1) for part in (q, k, v)
+        )
         rotated = self.config.rope_layers
-        if self.config.position_embedding == "rope" and (rotated is None or int(name.split(".")[2]) in rotated):
+        if self.config.position_embedding == "rope" and (
+            rotated is None or int(name.split(".")[2]) in rotated
+        ):
             q, k = rotate_by_position(q), rotate_by_position(k)
         if self.config.attention_scale == "log_length":  # each query times s_h ln(keys)
             for t, keys in enumerate(allowed.sum(dim=1).tolist()):
@@ -70,7 +82,9 @@ class DenseOracle:
 
     def meta_attention(self, x: Tensor, name: str, is_meta: Tensor, causal: Tensor) -> Tensor:
         """The paper's: causal mask M plus P, 0 where query and key are both meta-tokens; other rows are zero."""
-        return self.attention(x, name, causal & is_meta[:, None] & is_meta[None, :]) * is_meta[:, None]
+        return (
+            self.attention(x, name, causal & is_meta[:, None] & is_meta[None, :]) * is_meta[:, None]
+        )
 
     def logits(self, sequence: Sequence[int] | Tensor, causal: Tensor | None = None) -> Tensor:
         """Next-token logits (T, vocabulary) of one sequence of ids.
@@ -85,13 +99,17 @@ class DenseOracle:
             x = x + self.weights["model.learned_positions.weight"][: len(ids)]
         for i, causal in enumerate(masks):
             block = f"model.layers.{i}."
-            x = x + self.attention(self.norm(x, block + "attention_norm"), block + "attention", causal)
+            x = x + self.attention(
+                self.norm(x, block + "attention_norm"), block + "attention", causal
+            )
             if self.config.second_attention == "meta":
                 is_meta = ids == self.config.meta_token_id
                 normed = self.norm(x, block + "second_norm")
                 x = x + self.meta_attention(normed, block + "second_attention", is_meta, causal)
             elif self.config.second_attention == "causal":
-                x = x + self.attention(self.norm(x, block + "second_norm"), block + "second_attention", causal)
+                x = x + self.attention(
+                    self.norm(x, block + "second_norm"), block + "second_attention", causal
+                )
             inner = self._affine(self.norm(x, block + "mlp_norm"), block + "mlp.in_proj")
             gelu = inner * (1 + torch.erf(inner / math.sqrt(2))) / 2
             x = x + self._affine(gelu, block + "mlp.out_proj")

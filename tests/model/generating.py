@@ -24,13 +24,17 @@ def generate(model: torch.nn.Module, rows: Sequence[Sequence[int]], **options: A
     """The new ids for left-padded rows."""
     ids, mask = pad(rows)
     torch.manual_seed(8)
-    out = model.generate(ids, attention_mask=mask, **({"do_sample": False, "pad_token_id": 0} | options))
+    out = model.generate(
+        ids, attention_mask=mask, **({"do_sample": False, "pad_token_id": 0} | options)
+    )
     prompts, new = out.split([ids.shape[1], out.shape[1] - ids.shape[1]], dim=1)
     assert torch.equal(prompts, ids)
     return new
 
 
-def insert(prompt: Sequence[int], text: Sequence[int], meta_every: int | None, meta: int = META) -> list[int]:
+def insert(
+    prompt: Sequence[int], text: Sequence[int], meta_every: int | None, meta: int = META
+) -> list[int]:
     """The ids that the model has read: the prompt, and `text` with a meta-token after every `meta_every` tokens."""
     sequence = list(prompt)
     for count, token in enumerate(text, start=1):
@@ -40,7 +44,9 @@ def insert(prompt: Sequence[int], text: Sequence[int], meta_every: int | None, m
     return sequence
 
 
-def with_inserted(ids: Tensor, mask: Tensor, cache: DynamicCache, meta: int) -> tuple[Tensor, Tensor]:
+def with_inserted(
+    ids: Tensor, mask: Tensor, cache: DynamicCache, meta: int
+) -> tuple[Tensor, Tensor]:
     """The sequences and their mask, with the meta-tokens that `generate()` inserted when it filled the cache."""
     inserted = getattr(cache, "inserted", ())
     length = ids.shape[1] + len(inserted)
@@ -61,13 +67,19 @@ def assert_a_chat_goes_on(
     whole, whole_mask = with_inserted(ids, mask, cache, model.config.meta_token_id)
     torch.manual_seed(5)
     without_cache = options | {"use_cache": False, "prefill_chunk_size": None}
-    expected = model.generate(whole, attention_mask=whole_mask, **without_cache)[:, whole.shape[1] :]
+    expected = model.generate(whole, attention_mask=whole_mask, **without_cache)[
+        :, whole.shape[1] :
+    ]
 
     unread = whole.shape[1] - int(cache.get_seq_length())
     counts, hook = count_tokens_read(model)
     torch.manual_seed(5)
-    cache.batch_repeat_interleave(options.get("num_beams", 1))  # transformers leaves that to the caller
-    new = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)[:, ids.shape[1] :]
+    cache.batch_repeat_interleave(
+        options.get("num_beams", 1)
+    )  # transformers leaves that to the caller
+    new = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)[
+        :, ids.shape[1] :
+    ]
     hook.remove()
 
     assert torch.equal(new, expected)
@@ -76,7 +88,9 @@ def assert_a_chat_goes_on(
     assert counts[: len(first)] == first  # the cached tokens are not read again
 
 
-Score = Callable[[list[int]], Tensor]  # log probabilities of the next token, by a dense pass over everything read
+Score = Callable[
+    [list[int]], Tensor
+]  # log probabilities of the next token, by a dense pass over everything read
 
 
 def greedy_text(
@@ -89,7 +103,9 @@ def greedy_text(
     return text
 
 
-def beam_text(score: Score, prompt: Sequence[int], length: int, meta_every: int | None, beams: int) -> list[int]:
+def beam_text(
+    score: Score, prompt: Sequence[int], length: int, meta_every: int | None, beams: int
+) -> list[int]:
     """The text that beam search finds."""
     best: list[tuple[float, list[int]]] = [(0.0, [])]
     for _ in range(length):
@@ -101,12 +117,16 @@ def beam_text(score: Score, prompt: Sequence[int], length: int, meta_every: int 
     return best[0][1]
 
 
-def sampled_texts(score: Score, prompts: Sequence[list[int]], length: int, meta_every: int | None) -> list[list[int]]:
+def sampled_texts(
+    score: Score, prompts: Sequence[list[int]], length: int, meta_every: int | None
+) -> list[list[int]]:
     """Texts that are drawn with the seed 8, as transformers draws them."""
     torch.manual_seed(8)
     texts: list[list[int]] = [[] for _ in prompts]
     for _ in range(length):
-        reads = [insert(prompt, text, meta_every) for prompt, text in zip(prompts, texts, strict=True)]
+        reads = [
+            insert(prompt, text, meta_every) for prompt, text in zip(prompts, texts, strict=True)
+        ]
         shares = torch.stack([score(read) for read in reads]).float().softmax(dim=-1)
         drawn = torch.multinomial(shares, 1).flatten().tolist()
         for text, token in zip(texts, drawn, strict=True):

@@ -15,21 +15,29 @@ from tests.retrofit.architectures import ROUNDED
 
 @torch.no_grad()
 def in_steps(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cuts: Sequence[int], cache: DynamicCache | None = None
+    model: PreTrainedModel,
+    ids: Tensor,
+    mask: Tensor | None,
+    cuts: Sequence[int],
+    cache: DynamicCache | None = None,
 ) -> tuple[Tensor, DynamicCache]:
     """The logits (batch, length, vocabulary) of a text that is read in pieces between `cuts`, and the cache."""
     pieces = []
     cached = 0 if mask is None else mask.shape[1] - ids.shape[1]
     for start, end in pairwise([0, *cuts, ids.shape[1]]):
         mask_so_far = None if mask is None else mask[:, : cached + end]
-        out = model(ids[:, start:end], attention_mask=mask_so_far, past_key_values=cache, use_cache=True)
+        out = model(
+            ids[:, start:end], attention_mask=mask_so_far, past_key_values=cache, use_cache=True
+        )
         cache = out.past_key_values
         pieces.append(out.logits)
     return torch.cat(pieces, dim=1), cache
 
 
 @torch.no_grad()
-def assert_continues(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: DynamicCache) -> None:
+def assert_continues(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: DynamicCache
+) -> None:
     """New tokens after what the cache holds get the logits of a pass over everything."""
     assert cache.get_seq_length() == ids.shape[1]
     new = torch.tensor(random_rows([24] * len(ids), seed=7, meta_rate=0.3))

@@ -25,7 +25,9 @@ from tests.model.tiny_models import (
 from tests.numbers import ROUNDED
 
 ROWS = [*random_rows((13, 8, 1)), [META] * 6, random_rows([10], seed=1, meta_rate=0.0)[0]]
-ragged_rows = st.lists(st.lists(st.sampled_from([5, 6, META]), min_size=1, max_size=9), min_size=1, max_size=4)
+ragged_rows = st.lists(
+    st.lists(st.sampled_from([5, 6, META]), min_size=1, max_size=9), min_size=1, max_size=4
+)
 
 
 def assert_is_the_formula(model: MetaGPT2ForCausalLM, rows: list[list[int]], side: str) -> None:
@@ -88,14 +90,20 @@ def test_a_mask_of_four_dimensions_replaces_the_causal_one_in_both_attentions(
     if dtype != torch.bool:
         mask = torch.zeros(is_seen.shape, dtype=dtype).masked_fill(~is_seen, -1e30)
     oracle = DenseOracle(model)
-    expected = torch.stack([oracle.logits(row, causal[0]) for row, causal in zip(rows, is_seen, strict=True)])
+    expected = torch.stack(
+        [oracle.logits(row, causal[0]) for row, causal in zip(rows, is_seen, strict=True)]
+    )
 
     whole = model(ids, attention_mask=mask).logits
     with_weights = model(ids, attention_mask=mask, output_attentions=True).logits
     head = model(ids[:, :7], attention_mask=mask[:, :, :7, :7])
-    tail = model(ids[:, 7:], attention_mask=mask[:, :, 7:], past_key_values=head.past_key_values).logits
+    tail = model(
+        ids[:, 7:], attention_mask=mask[:, :, 7:], past_key_values=head.past_key_values
+    ).logits
 
-    tolerance = ROUNDED if attention == "eager" else TOLERANCE[fields["position_embedding"]]  # its softmax is float32
+    tolerance = (
+        ROUNDED if attention == "eager" else TOLERANCE[fields["position_embedding"]]
+    )  # its softmax is float32
     assert_close(whole, expected, tolerance)
     assert_close(tail, expected[:, 7:], tolerance)
     assert_close(with_weights, expected, ROUNDED)
@@ -108,9 +116,13 @@ def test_a_mask_of_four_dimensions_replaces_the_causal_one_in_both_attentions(
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @SECOND
-def test_the_weights_of_both_attentions(second_attention: str, attention: str, side: str, window: Fields) -> None:
+def test_the_weights_of_both_attentions(
+    second_attention: str, attention: str, side: str, window: Fields
+) -> None:
     """If the attention function returns no weights, another one computes them."""
-    model = tiny_model(second_attention=second_attention, dtype=torch.float32, **window)  # as the eager softmax is
+    model = tiny_model(
+        second_attention=second_attention, dtype=torch.float32, **window
+    )  # as the eager softmax is
     model.set_attn_implementation(attention)
     oracle, (ids, mask) = DenseOracle(model), pad(ROWS, side)
 

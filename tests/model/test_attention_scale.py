@@ -24,7 +24,9 @@ def test_the_logits_that_an_analysis_reads_are_scaled() -> None:
     assert_close(weights, oracle.seen["model.layers.1.attention"], ROUNDED)
 
 
-def test_a_plain_checkpoint_begins_with_scales_of_one_at_the_usual_number_of_keys(tmp_path: Path) -> None:
+def test_a_plain_checkpoint_begins_with_scales_of_one_at_the_usual_number_of_keys(
+    tmp_path: Path,
+) -> None:
     tiny_model(dtype=torch.float32).save_pretrained(tmp_path)
     model = MetaGPT2ForCausalLM.from_pretrained(tmp_path, attention_scale="log_length")
 

@@ -32,7 +32,9 @@ from tests.retrofit.forgetful import (
 IDS = torch.tensor(ROWS[:1])
 
 
-def filled(model: PreTrainedModel, rows: list[list[int]] = ROWS) -> tuple[Tensor, Tensor, DynamicCache]:
+def filled(
+    model: PreTrainedModel, rows: list[list[int]] = ROWS
+) -> tuple[Tensor, Tensor, DynamicCache]:
     """Ids, mask, and a cache that has read them and dropped text; the last four tokens came one by one."""
     ids, mask = pad(rows)
     _, cache = in_steps(model, ids, mask, (20, 40, 41, 42, 43), DynamicCache())
@@ -61,7 +63,9 @@ def test_a_cache_of_a_fixed_size(caller: str, meta_every: int | None) -> None:
 
 LONG = [
     [META if (position + 1) % every == 0 else token for position, token in enumerate(row)]
-    for every, row in zip((8, 20, 300), random_rows((300, 260, 220), seed=9, meta_rate=0), strict=True)
+    for every, row in zip(
+        (8, 20, 300), random_rows((300, 260, 220), seed=9, meta_rate=0), strict=True
+    )
 ]
 
 
@@ -75,7 +79,9 @@ def test_a_long_prompt_is_read_in_chunks_and_its_cache_stays_small() -> None:
 
     generate(model, LONG, past_key_values=cache, max_new_tokens=30, prefill_chunk_size=25)
 
-    largest = 300 // 8 + 4 + 20 + 16  # meta-tokens, sinks, the window, and what piles up before text is dropped
+    largest = (
+        300 // 8 + 4 + 20 + 16
+    )  # meta-tokens, sinks, the window, and what piles up before text is dropped
     assert [shape[2] for shape in masks] == [25] * 12 + [1] * 29
     assert max(shape[3] for shape in masks[:12]) <= largest + 25
     assert max(shape[3] for shape in masks[20:]) <= largest + 1
@@ -101,7 +107,9 @@ def test_chunks_are_the_default() -> None:
 def test_a_cache_can_be_cropped_where_nothing_is_missing(caller: str) -> None:
     model = shared_forgetful(caller)
     ids, mask, cache = filled(model)
-    with pytest.raises(UserError, match="text was dropped from this cache; only its last 4 tokens can be removed"):
+    with pytest.raises(
+        UserError, match="text was dropped from this cache; only its last 4 tokens can be removed"
+    ):
         cache.crop(-5)
     cache.crop(-4)
     assert_continues(model, ids[:, :40], mask[:, :40], cache)
@@ -203,8 +211,14 @@ def hide_what_was_read_as_text(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda model: static_cache(model, 40), "a cache of 40 tokens is too small for the text_window"),
-        (lambda model: static_cache(model, 60).crop(-1), "a cache of a fixed size that forgets text cannot be cropped"),
+        (
+            lambda model: static_cache(model, 40),
+            "a cache of 40 tokens is too small for the text_window",
+        ),
+        (
+            lambda model: static_cache(model, 60).crop(-1),
+            "a cache of a fixed size that forgets text cannot be cropped",
+        ),
         (read_a_mask_of_four_dimensions, "would replace the text_window"),
         (read_weights_of_dropped_text, "this cache drops text, and attention weights with it"),
         (read_behind_learned_prompts, "learned prompts"),
@@ -213,7 +227,9 @@ def hide_what_was_read_as_text(model: PreTrainedModel) -> None:
     ],
 )
 @BOTH_CALLERS
-def test_what_would_be_wrong_is_refused(caller: str, call: Callable[[PreTrainedModel], Any], message: str) -> None:
+def test_what_would_be_wrong_is_refused(
+    caller: str, call: Callable[[PreTrainedModel], Any], message: str
+) -> None:
     model = shared_forgetful(caller)
     with pytest.raises(UserError, match=message):
         call(model)
@@ -226,7 +242,9 @@ def test_full_layers_need_a_cache_that_grows(caller: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "window", [(None,), (WINDOW + 9, SINKS, FULL), (WINDOW, SINKS + 9, FULL), (WINDOW, SINKS, [])], ids=str
+    "window",
+    [(None,), (WINDOW + 9, SINKS, FULL), (WINDOW, SINKS + 9, FULL), (WINDOW, SINKS, [])],
+    ids=str,
 )
 @BOTH_CALLERS
 def test_a_cache_that_another_window_filled_is_refused(caller: str, window: tuple) -> None:
@@ -234,7 +252,9 @@ def test_a_cache_that_another_window_filled_is_refused(caller: str, window: tupl
     _, cache = in_steps(model, IDS, torch.ones_like(IDS), (20, *range(30, 40)))
     set_text_window(model, *window)
 
-    with pytest.raises(UserError, match="this cache was filled with another text_window, text_sinks or text_full"):
+    with pytest.raises(
+        UserError, match="this cache was filled with another text_window, text_sinks or text_full"
+    ):
         model(IDS[:, 40:41], past_key_values=cache)
 
 
@@ -245,14 +265,20 @@ def test_positions_have_to_grow(caller: str) -> None:
     model, mask = shared_forgetful(caller), torch.ones_like(IDS)
     growing = torch.arange(IDS.shape[1])[None]
     for positions in (growing % 20, growing // 2, growing.flip(1)):
-        with pytest.raises(UserError, match="positions have to grow from each real token to the next"):
+        with pytest.raises(
+            UserError, match="positions have to grow from each real token to the next"
+        ):
             model(IDS, attention_mask=mask, position_ids=positions, use_cache=False)
-    with pytest.raises(UserError, match=r"positions are whole numbers; these are of the type torch\.float64"):
+    with pytest.raises(
+        UserError, match=r"positions are whole numbers; these are of the type torch\.float64"
+    ):
         model(IDS, position_ids=growing.double(), use_cache=False)
 
     cache = model(IDS[:, :20], use_cache=True).past_key_values
     for first in (0, 19):
-        with pytest.raises(UserError, match=r"positions have to grow|a meta-token's position is not after"):
+        with pytest.raises(
+            UserError, match=r"positions have to grow|a meta-token's position is not after"
+        ):
             model(IDS[:, 20:], position_ids=growing[:, :24] + first, past_key_values=cache)
     with pytest.raises(UserError, match="a column for each cached token"):
         model(IDS[:, 20:30], attention_mask=mask[:, :10], past_key_values=cache)

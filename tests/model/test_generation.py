@@ -60,7 +60,9 @@ def always(model: MetaGPT2ForCausalLM, token: int) -> MetaGPT2ForCausalLM:
 @ALL_BLOCKS
 @pytest.mark.parametrize("meta_every", [None, 3])
 @pytest.mark.parametrize("caller", [*SETTINGS, *RETROFITS])
-def test_generation_is_a_loop_of_whole_passes(caller: str, meta_every: int | None, full: Blocks) -> None:
+def test_generation_is_a_loop_of_whole_passes(
+    caller: str, meta_every: int | None, full: Blocks
+) -> None:
     model, score = shared_forgetful(caller, full), expected_scores(caller, full)
     greedy = [greedy_text(score, row, 8, meta_every) for row in PROMPTS]
     beams = [beam_text(score, row, 4, meta_every, 3) for row in PROMPTS]
@@ -68,9 +70,15 @@ def test_generation_is_a_loop_of_whole_passes(caller: str, meta_every: int | Non
     for chunk in (None, 7):
         options = {"meta_every": meta_every, "prefill_chunk_size": chunk}
         cache = DynamicCache()
-        assert generate_texts(model, PROMPTS, max_new_tokens=8, past_key_values=cache, **options) == greedy
+        assert (
+            generate_texts(model, PROMPTS, max_new_tokens=8, past_key_values=cache, **options)
+            == greedy
+        )
         assert full is None or full_layers_alone_hold_all(model, cache)
-        assert generate_texts(model, PROMPTS, max_new_tokens=8, do_sample=True, top_k=0, **options) == sampled
+        assert (
+            generate_texts(model, PROMPTS, max_new_tokens=8, do_sample=True, top_k=0, **options)
+            == sampled
+        )
         assert generate_texts(model, PROMPTS, max_new_tokens=4, num_beams=3, **options) == beams
 
 
@@ -86,13 +94,17 @@ def test_generation_is_a_loop_of_whole_passes(caller: str, meta_every: int | Non
 )
 @ALL_BLOCKS
 @EACH_CALLER
-def test_a_chat_goes_on_with_the_same_cache(caller: str, full: Blocks, options: dict[str, Any]) -> None:
+def test_a_chat_goes_on_with_the_same_cache(
+    caller: str, full: Blocks, options: dict[str, Any]
+) -> None:
     model, (ids, mask), cache = shared_forgetful(caller, full), pad(PROMPTS), DynamicCache()
     options = {"do_sample": False, "pad_token_id": 0, "suppress_tokens": [EOS]} | options
     first_turn = options | {"do_sample": False, "num_beams": 1, "max_new_tokens": 6}
     ids = model.generate(ids, attention_mask=mask, past_key_values=cache, **first_turn)
     if "meta_every" in options:
-        assert cache.inserted == [37]  # after the third token; behind the sixth, which was not read, there is none
+        assert cache.inserted == [
+            37
+        ]  # after the third token; behind the sixth, which was not read, there is none
 
     assert_a_chat_goes_on(model, ids, mask, cache, max_new_tokens=7, **options)
     assert full is None or min(sizes_of(cache)) < 40
@@ -113,7 +125,9 @@ def test_guesses_that_are_cropped_change_nothing(caller: str, full: Blocks) -> N
 def test_rows_that_end_early(meta_every: int | None) -> None:
     model, options = shared_model(), {"max_new_tokens": 9, "meta_every": meta_every}
     unbounded = generate(model, ROWS, **options)
-    ends = unbounded[::2, 3].tolist()  # tokens that some rows reach, each after another number of steps
+    ends = unbounded[
+        ::2, 3
+    ].tolist()  # tokens that some rows reach, each after another number of steps
 
     bounded = generate(model, ROWS, eos_token_id=ends, **options)
 
@@ -121,7 +135,9 @@ def test_rows_that_end_early(meta_every: int | None) -> None:
         length = next((count for count, token in enumerate(free, start=1) if token in ends), 9)
         assert row == (free[:length] + [0] * 9)[: bounded.shape[1]]
     beams = {"num_beams": 3, "eos_token_id": ends, **options}
-    assert torch.equal(generate(model, ROWS, **beams), generate(model, ROWS, use_cache=False, **beams))
+    assert torch.equal(
+        generate(model, ROWS, **beams), generate(model, ROWS, use_cache=False, **beams)
+    )
 
 
 # --- tokens that are not generated
@@ -131,7 +147,12 @@ def test_rows_that_end_early(meta_every: int | None) -> None:
 def test_a_meta_token_is_suppressed_though_it_is_the_likeliest(mode: dict[str, Any]) -> None:
     model = always(tiny_model(), META)
     ids = torch.tensor(random_rows((6, 6)))
-    options = {"max_new_tokens": 5, "meta_every": 2, "output_logits": True, "return_dict_in_generate": True}
+    options = {
+        "max_new_tokens": 5,
+        "meta_every": 2,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
     out = model.generate(ids, **options, **mode)
 
     assert (torch.stack(out.logits).argmax(dim=-1) == META).all()
@@ -144,7 +165,9 @@ def test_a_model_without_meta_token_generates_any_token() -> None:
 
 
 def test_padding_rows_of_the_vocabulary_are_suppressed_though_they_are_the_likeliest() -> None:
-    model = always(tiny_model(vocab_size=128, meta_token_id=META + 6, unpadded_vocab_size=META + 7), 100)
+    model = always(
+        tiny_model(vocab_size=128, meta_token_id=META + 6, unpadded_vocab_size=META + 7), 100
+    )
     options = {"max_new_tokens": 5, "do_sample": False}
 
     assert (model.generate(PROMPT, **options) <= META + 6).all()
@@ -187,11 +210,15 @@ def test_a_generation_configuration_sets_meta_every(tmp_path: Path) -> None:
 def test_no_token_is_inserted_in_training_mode_or_between_positions_of_the_caller() -> None:
     model, ids = tiny_model(), torch.tensor([ROW])
     with pytest.raises(UserError, match="position_ids do not support inserted meta-tokens"):
-        model.generate(ids, position_ids=torch.arange(len(ROW))[None], meta_every=2, max_new_tokens=3)
+        model.generate(
+            ids, position_ids=torch.arange(len(ROW))[None], meta_every=2, max_new_tokens=3
+        )
     model.train()
     model.generate(ids, meta_every=2, max_new_tokens=3)
     model.generation_config.meta_every = 2
-    with pytest.raises(UserError, match="inserts meta-tokens in training mode: a trainer that generates"):
+    with pytest.raises(
+        UserError, match="inserts meta-tokens in training mode: a trainer that generates"
+    ):
         model.generate(ids, max_new_tokens=3)
 
 
@@ -203,25 +230,39 @@ WHOLE = "give generate\\(\\) the whole sequence as input_ids"
     ("fields", "options", "message"),
     [
         ({}, {"meta_every": -1}, "meta_every is -1; it must be a whole number, at least 1"),
-        ({"meta_token_id": None, "second_attention": "none"}, {"meta_every": 4}, "needs a model with a meta_token_id"),
+        (
+            {"meta_token_id": None, "second_attention": "none"},
+            {"meta_every": 4},
+            "needs a model with a meta_token_id",
+        ),
         ({}, {"meta_every": 2, "inputs": None}, WHOLE),
         ({}, {"meta_every": 2, "attention_mask": torch.ones(1, 9)}, WHOLE),
         ({}, {"meta_every": 2, "meta_token_mask": PROMPT == META}, WHOLE),
-        ({}, {"meta_every": 2, "prompt_lookup_num_tokens": 2}, "assisted generation does not support inserted"),
+        (
+            {},
+            {"meta_every": 2, "prompt_lookup_num_tokens": 2},
+            "assisted generation does not support inserted",
+        ),
         ({}, {"meta_every": 2, "guidance_scale": 1.5}, "guidance_scale does not support inserted"),
         (SHORT_TABLE, {"cache_implementation": "static"}, "6 learned positions"),
         (SHORT_TABLE, {"meta_every": 2}, "6 learned positions"),
     ],
 )
-def test_impossible_requests_are_refused(fields: dict[str, Any], options: dict[str, Any], message: str) -> None:
+def test_impossible_requests_are_refused(
+    fields: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
     request = {"inputs": PROMPT, "max_new_tokens": 5, "do_sample": False} | options
     with pytest.raises(UserError, match=message):
         tiny_model(**fields).generate(**request)
 
 
-@pytest.mark.parametrize("further", [{"meta_every": 2}, {"meta_token_mask": PROMPT == 2}], ids=["inserted", "mask"])
+@pytest.mark.parametrize(
+    "further", [{"meta_every": 2}, {"meta_token_mask": PROMPT == 2}], ids=["inserted", "mask"]
+)
 def test_chunks_in_a_cache_of_a_fixed_size_are_refused(further: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"prefill_chunk_size and a cache .* leave one of the two out"):
+    with pytest.raises(
+        UserError, match=r"prefill_chunk_size and a cache .* leave one of the two out"
+    ):
         shared_model().generate(
             PROMPT, max_new_tokens=5, prefill_chunk_size=2, cache_implementation="static", **further
         )
@@ -244,7 +285,9 @@ def test_a_cropped_cache_forgets_what_was_inserted_later() -> None:
     expected = model.generate(whole, **options)[:, -6:]
     assert torch.equal(model.generate(ids, past_key_values=cache, **options)[:, -6:], expected)
     cache.reset()
-    assert torch.equal(model.generate(ids, past_key_values=cache, **options), model.generate(ids, **options))
+    assert torch.equal(
+        model.generate(ids, past_key_values=cache, **options), model.generate(ids, **options)
+    )
 
 
 def score_by_passes(model: PreTrainedModel) -> Score:
@@ -260,17 +303,25 @@ def score_by_passes(model: PreTrainedModel) -> Score:
 
 @pytest.mark.parametrize("meta_every", [None, 2])
 @pytest.mark.parametrize("caller", ["rope-meta", "llama"])
-def test_a_conversation_goes_on_where_a_row_ended_early(caller: str, meta_every: int | None) -> None:
+def test_a_conversation_goes_on_where_a_row_ended_early(
+    caller: str, meta_every: int | None
+) -> None:
     """Meta-tokens that were inserted into the padding behind that row are padding too."""
     model = shared_model_of(caller)
     prompts, questions = (
         torch.tensor(random_rows((6, 6), meta_rate=0, seed=6)),
         random_rows((4, 4), meta_rate=0, seed=4),
     )
-    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(prompts)}
+    options: dict[str, Any] = {
+        "do_sample": False,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(prompts),
+    }
     first_turn = options | {"meta_every": 2, "max_new_tokens": 9}
     unbounded = model.generate(prompts, eos_token_id=None, **first_turn)
-    end = next(token for token in unbounded[0, 8:].tolist() if token not in unbounded[1, 6:])  # it ends row 0
+    end = next(
+        token for token in unbounded[0, 8:].tolist() if token not in unbounded[1, 6:]
+    )  # it ends row 0
     lengths = (unbounded[0, 6:].tolist().index(end) + 7, 15)
     out = model.generate(prompts, eos_token_id=end, return_dict_in_generate=True, **first_turn)
     ids = torch.cat([out.sequences, torch.tensor(questions)], dim=1)
@@ -278,9 +329,13 @@ def test_a_conversation_goes_on_where_a_row_ended_early(caller: str, meta_every:
     mask[0, lengths[0] : 15] = 0
 
     second_turn = options | {"attention_mask": mask, "meta_every": meta_every, "max_new_tokens": 6}
-    new = model.generate(ids, past_key_values=out.past_key_values, eos_token_id=None, **second_turn)[:, 19:]
+    new = model.generate(
+        ids, past_key_values=out.past_key_values, eos_token_id=None, **second_turn
+    )[:, 19:]
 
     meta = model.config.meta_token_id
-    for row, length, question, text in zip(ids.tolist(), lengths, questions, new.tolist(), strict=True):
+    for row, length, question, text in zip(
+        ids.tolist(), lengths, questions, new.tolist(), strict=True
+    ):
         read = [*insert(row[:6], row[6:length], 2, meta), *question]
         assert text == greedy_text(score_by_passes(model), read, 6, meta_every, meta)

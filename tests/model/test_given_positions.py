@@ -11,7 +11,16 @@ from torch._dynamo.backends.common import aot_autograd
 from metatokens import MetaGPT2ForCausalLM
 from tests.model.agreement import assert_close, assert_gradients_close, gradients_by
 from tests.model.text_window import MIXED, SMALL
-from tests.model.tiny_models import FAMILIES, FAMILY, META, SECOND, Fields, pad, random_rows, tiny_model
+from tests.model.tiny_models import (
+    FAMILIES,
+    FAMILY,
+    META,
+    SECOND,
+    Fields,
+    pad,
+    random_rows,
+    tiny_model,
+)
 from tests.numbers import ROUNDED, ROUNDED_DOUBLE
 
 # torch's own, as it compiles
@@ -24,7 +33,9 @@ Batch = dict[str, Tensor]
 
 def positions_of(mask: Tensor, columns: int) -> Tensor:
     """The positions of a mask, one by one, padded with -1."""
-    rows = [[position for position, is_chosen in enumerate(row) if is_chosen] for row in mask.tolist()]
+    rows = [
+        [position for position, is_chosen in enumerate(row) if is_chosen] for row in mask.tolist()
+    ]
     return torch.tensor([row + [-1] * (columns - len(row)) for row in rows])
 
 
@@ -51,7 +62,10 @@ def without_positions(batch: Batch) -> Batch:
 @pytest.mark.parametrize("attention_scale", ["constant", "log_length"])
 @FAMILIES
 def test_a_training_step_is_that_without_positions(fields: Fields, attention_scale: str) -> None:
-    model, batch = tiny_model(**fields, attention_scale=attention_scale).train(), batch_with_positions()
+    model, batch = (
+        tiny_model(**fields, attention_scale=attention_scale).train(),
+        batch_with_positions(),
+    )
     loss, expected = model(**batch).loss, model(**without_positions(batch)).loss
     assert_close(loss, expected, ROUNDED)  # transformers computes the loss in single precision
     assert_gradients_close(gradients_by(model, loss), gradients_by(model, expected), ROUNDED)
@@ -63,7 +77,9 @@ def test_a_training_step_is_that_without_positions(fields: Fields, attention_sca
 def test_logits_are_those_without_positions(fields: Fields) -> None:
     model, batch = tiny_model(**fields), batch_with_positions()
     for count in (0, 1, 3):
-        logits = model(batch["input_ids"], meta_positions=batch["meta_positions"], logits_to_keep=count).logits
+        logits = model(
+            batch["input_ids"], meta_positions=batch["meta_positions"], logits_to_keep=count
+        ).logits
         assert_close(logits, model(batch["input_ids"], logits_to_keep=count).logits, ROUNDED_DOUBLE)
 
 
@@ -88,10 +104,16 @@ def waits_of(graph: torch.fx.GraphModule) -> list[str]:
 
 @pytest.mark.quick(second_attention=["meta"], window=[SMALL])
 @QUIET
-@pytest.mark.parametrize("window", [{}, SMALL, MIXED], ids=["all text", "text_window", "text_full_layers"])
+@pytest.mark.parametrize(
+    "window", [{}, SMALL, MIXED], ids=["all text", "text_window", "text_full_layers"]
+)
 @SECOND
-def test_a_compiled_training_step_is_one_graph_for_all_counts(second_attention: str, window: Fields) -> None:
-    model = tiny_model(**{"num_hidden_layers": 1} | window, second_attention=second_attention).train()
+def test_a_compiled_training_step_is_one_graph_for_all_counts(
+    second_attention: str, window: Fields
+) -> None:
+    model = tiny_model(
+        **{"num_hidden_layers": 1} | window, second_attention=second_attention
+    ).train()
     compiled, graphs = compiled_with(model, fullgraph=True, dynamic=False)
     for seed, meta_rate in enumerate((0.02, 0.1, 0.2)):
         batch = batch_with_positions(seed, meta_rate)

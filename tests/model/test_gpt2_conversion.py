@@ -13,13 +13,24 @@ from tests.numbers import ROUNDED, ROUNDED_DOUBLE
 
 
 def random_gpt2(**options: Any) -> GPT2LMHeadModel:
-    sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 72}
-    model = GPT2LMHeadModel(GPT2Config(**sizes | {"bos_token_id": None, "eos_token_id": None} | options)).eval()
+    sizes = {
+        "vocab_size": 64,
+        "n_positions": 32,
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_inner": 72,
+    }
+    model = GPT2LMHeadModel(
+        GPT2Config(**sizes | {"bos_token_id": None, "eos_token_id": None} | options)
+    ).eval()
     randomize(model, seed=1)
     return model
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, ROUNDED), (torch.float64, ROUNDED_DOUBLE)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, ROUNDED), (torch.float64, ROUNDED_DOUBLE)]
+)
 @SECOND
 def test_a_converted_model_gives_the_same_logits_and_tokens(
     second_attention: str, dtype: torch.dtype, tolerance: float
@@ -28,7 +39,9 @@ def test_a_converted_model_gives_the_same_logits_and_tokens(
     before = {name: weight.clone() for name, weight in gpt2.state_dict().items()}
     ids, mask = pad(random_rows((15, 9, 4), meta_rate=0.0))
     ids[mask == 0] = 0
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)  # outside `generate`, GPT-2 counts the padding
+    positions = (mask.cumsum(dim=1) - 1).clamp(
+        min=0
+    )  # outside `generate`, GPT-2 counts the padding
     expected = gpt2(ids, attention_mask=mask, position_ids=positions).logits[mask.bool()]
     assert expected.std() > 1  # wide enough to be a test
 

@@ -10,7 +10,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from metatokens import MetaGPT2ForCausalLM, MetaTokenCache
 from metatokens.errors import UserError
-from metatokens.model.interventions import Intervention, Neither, NoEmbedding, Noise, NoPosition, intervene
+from metatokens.model.interventions import (
+    Intervention,
+    Neither,
+    NoEmbedding,
+    Noise,
+    NoPosition,
+    intervene,
+)
 from tests.model.agreement import assert_close
 from tests.model.dense_oracle import DenseOracle
 from tests.model.generating import greedy_text
@@ -30,7 +37,9 @@ POSITIONS = pytest.mark.parametrize("position_embedding", ["learned", "rope"])
 Edited = Callable[..., Tensor]
 
 
-def logits_with(model: MetaGPT2ForCausalLM, name: str, ids: Tensor = IDS, seed: int = 0, **inputs: Tensor) -> Tensor:
+def logits_with(
+    model: MetaGPT2ForCausalLM, name: str, ids: Tensor = IDS, seed: int = 0, **inputs: Tensor
+) -> Tensor:
     with intervene(model, Intervention.parse(name), seed=seed):
         return model(ids, **inputs).logits
 
@@ -54,7 +63,9 @@ def test_names(name: str, intervention: Intervention) -> None:
     assert str(intervention) == name
 
 
-@pytest.mark.parametrize("name", ["", "full", "no_pos:meta", "noise", "noise:-1", "noise:inf", "noise:1:raw:meta"])
+@pytest.mark.parametrize(
+    "name", ["", "full", "no_pos:meta", "noise", "noise:-1", "noise:inf", "noise:1:raw:meta"]
+)
 def test_other_names_are_refused(name: str) -> None:
     allowed = r"no_pos, no_embed, neither, noise:S\[:meta\]\[:raw\] with S at least 0\.$"
     with pytest.raises(UserError, match=f"^no intervention '{name}'; allowed are {allowed}"):
@@ -91,7 +102,11 @@ def edited(monkeypatch: pytest.MonkeyPatch) -> Edited:
         oracle = DenseOracle(model)
         length, is_meta = len(sequence), torch.tensor(sequence) == META
         kind, *options = name.split(":")
-        is_changed = is_meta if kind != "noise" or "meta" in options else torch.ones(length, dtype=torch.bool)
+        is_changed = (
+            is_meta
+            if kind != "noise" or "meta" in options
+            else torch.ones(length, dtype=torch.bool)
+        )
         scale = float(options[0]) if kind == "noise" else 0.0
 
         def noise(width: int) -> Tensor:
@@ -114,7 +129,9 @@ def edited(monkeypatch: pytest.MonkeyPatch) -> Edited:
             angles = times * 10000.0 ** (-torch.arange(HALF, dtype=torch.float64) / HALF)
             if "raw" in options:
                 angles = angles + noise(HALF)
-            monkeypatch.setattr("tests.model.dense_oracle.rotate_by_position", lambda x: turn(x, angles))
+            monkeypatch.setattr(
+                "tests.model.dense_oracle.rotate_by_position", lambda x: turn(x, angles)
+            )
         if kind in ("no_embed", "neither"):
             oracle.weights["model.embed_tokens.weight"][META] = 0.0
         return oracle.logits(sequence)[:, :META]
@@ -138,7 +155,10 @@ def test_each_row_of_a_batch_is_the_edited_oracle(
 ) -> None:
     model = shared_model(position_embedding=position_embedding, second_attention=second_attention)
     ids, mask = pad(ROWS, side)
-    changed, plain = logits_with(model, name, ids, attention_mask=mask), model(ids, attention_mask=mask).logits
+    changed, plain = (
+        logits_with(model, name, ids, attention_mask=mask),
+        model(ids, attention_mask=mask).logits,
+    )
     for number, row in enumerate(ROWS):
         real = mask[number].bool()
         expected = edited(model, name, row)
@@ -173,7 +193,9 @@ def test_contexts_can_be_nested(position_embedding: str) -> None:
 @INTERVENTIONS
 @POSITIONS
 @SECOND
-def test_cached_steps_give_the_logits_of_one_pass(name: str, position_embedding: str, second_attention: str) -> None:
+def test_cached_steps_give_the_logits_of_one_pass(
+    name: str, position_embedding: str, second_attention: str
+) -> None:
     model = shared_model(position_embedding=position_embedding, second_attention=second_attention)
     ids, mask = pad(ROWS)
     with intervene(model, Intervention.parse(name)):
@@ -185,7 +207,9 @@ def test_cached_steps_give_the_logits_of_one_pass(name: str, position_embedding:
 
 @INTERVENTIONS
 @POSITIONS
-def test_generation_is_the_oracles_greedy_choice(name: str, position_embedding: str, edited: Edited) -> None:
+def test_generation_is_the_oracles_greedy_choice(
+    name: str, position_embedding: str, edited: Edited
+) -> None:
     model, ids = shared_model(position_embedding=position_embedding), torch.tensor([ROWS[1]])
     options = {"max_new_tokens": 6, "meta_every": 2, "do_sample": False, "pad_token_id": 0}
     with intervene(model, Intervention.parse(name)):
@@ -221,7 +245,10 @@ def test_no_noise_and_no_intervention_change_nothing(position_embedding: str) ->
 @POSITIONS
 def test_the_model_is_as_it_was_afterwards(name: str, position_embedding: str) -> None:
     model = tiny_model(position_embedding=position_embedding)
-    plain, weights = model(IDS).logits, {key: value.clone() for key, value in model.state_dict().items()}
+    plain, weights = (
+        model(IDS).logits,
+        {key: value.clone() for key, value in model.state_dict().items()},
+    )
     logits_with(model, name)
 
     with pytest.raises(IndexError), intervene(model, Intervention.parse(name)):
@@ -237,7 +264,9 @@ def test_the_model_is_as_it_was_afterwards(name: str, position_embedding: str) -
 @INTERVENTIONS
 @POSITIONS
 def test_the_models_type_stays(name: str, position_embedding: str) -> None:
-    logits = logits_with(tiny_model(position_embedding=position_embedding, dtype=torch.bfloat16), name)
+    logits = logits_with(
+        tiny_model(position_embedding=position_embedding, dtype=torch.bfloat16), name
+    )
     assert logits.dtype == torch.bfloat16
     assert logits.isfinite().all()
 
@@ -253,10 +282,14 @@ def gpt2() -> MetaGPT2ForCausalLM:
 
 @pytest.mark.parametrize("name", AT_META)
 def test_what_a_model_lacks_cannot_be_changed(name: str) -> None:
-    with pytest.raises(UserError, match=f"^{name} changes meta-tokens, and this model has no meta_token_id"):
+    with pytest.raises(
+        UserError, match=f"^{name} changes meta-tokens, and this model has no meta_token_id"
+    ):
         logits_with(gpt2(), name)
     if name != "no_embed":
-        with pytest.raises(UserError, match=f"^{name} changes positions.*position_embedding 'none'"):
+        with pytest.raises(
+            UserError, match=f"^{name} changes positions.*position_embedding 'none'"
+        ):
             logits_with(shared_model(position_embedding="none"), name)
 
 

@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 from metatokens import MetaTokenCache
 from tests.model.agreement import assert_close
 from tests.model.in_pieces import in_steps
-from tests.model.tiny_models import FEW_VARIANTS, META, VARIANTS, Fields, pad, random_rows, shared_model
+from tests.model.tiny_models import (
+    FEW_VARIANTS,
+    META,
+    VARIANTS,
+    Fields,
+    pad,
+    random_rows,
+    shared_model,
+)
 from tests.numbers import ROUNDED_DOUBLE
 
 ROWS = [*random_rows((13, 9, 6)), random_rows((11,), seed=3, meta_rate=0.0)[0]]
@@ -22,7 +30,9 @@ def test_steps_of_any_size_give_the_logits_of_one_pass(fields: Fields, cuts: set
     expected = model(ids, attention_mask=mask).logits
 
     logits, _ = in_steps(model, ids, mask, sorted(cuts), MetaTokenCache(model.config))
-    without_mask, _ = in_steps(model, ids[:1], None, sorted(cuts), MetaTokenCache(model.config))  # a whole row
+    without_mask, _ = in_steps(
+        model, ids[:1], None, sorted(cuts), MetaTokenCache(model.config)
+    )  # a whole row
 
     assert_close(logits[mask.bool()], expected[mask.bool()], ROUNDED_DOUBLE)
     assert_close(without_mask, expected[:1], ROUNDED_DOUBLE)
@@ -39,9 +49,12 @@ def test_meta_attention_stores_keys_of_meta_tokens_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "contexts", [(torch.inference_mode, torch.no_grad, torch.enable_grad), (torch.enable_grad, torch.no_grad)]
+    "contexts",
+    [(torch.inference_mode, torch.no_grad, torch.enable_grad), (torch.enable_grad, torch.no_grad)],
 )
-def test_a_cache_filled_without_gradients_goes_on_with_them_and_the_other_way_round(contexts: tuple) -> None:
+def test_a_cache_filled_without_gradients_goes_on_with_them_and_the_other_way_round(
+    contexts: tuple,
+) -> None:
     model, cache = shared_model(), MetaTokenCache(shared_model().config)
     ids = torch.tensor(random_rows((12, 12)))
     expected = model(ids).logits.detach()

@@ -38,7 +38,9 @@ def test_loss_is_the_mean_cross_entropy_of_the_labels(batch: Batch, training: bo
     expected_gradients = gradients_by(model, expected)
     loss = model.train(training)(**batch).loss
 
-    assert loss.item() == pytest.approx(expected.item(), rel=ROUNDED)  # transformers computes it in float32
+    assert loss.item() == pytest.approx(
+        expected.item(), rel=ROUNDED
+    )  # transformers computes it in float32
     assert_gradients_close(gradients_by(model, loss), expected_gradients, ROUNDED)
 
 
@@ -77,13 +79,17 @@ def test_logits_to_keep() -> None:
     model, ids = tiny_model(), torch.tensor(random_rows((9, 9)))
     logits = model(ids).logits
     torch.testing.assert_close(model(ids, logits_to_keep=2).logits, logits[:, -2:])
-    torch.testing.assert_close(model(ids, logits_to_keep=torch.tensor([0, 5])).logits, logits[:, [0, 5]])
+    torch.testing.assert_close(
+        model(ids, logits_to_keep=torch.tensor([0, 5])).logits, logits[:, [0, 5]]
+    )
 
 
 @TRAINING
 @pytest.mark.parametrize("is_counted", [True, False])
 @pytest.mark.parametrize("caller", ["rope-meta", "rope-none", "llama"])
-def test_a_label_that_is_a_meta_token_counts_as_none(caller: str, is_counted: bool, training: bool) -> None:
+def test_a_label_that_is_a_meta_token_counts_as_none(
+    caller: str, is_counted: bool, training: bool
+) -> None:
     """Trainer counts the labels itself, meta-tokens too."""
     model, ids = model_of(caller).train(training), with_meta_tokens()
     labels = ids.clone()

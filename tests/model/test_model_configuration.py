@@ -3,7 +3,10 @@
 from typing import Any
 
 import pytest
-from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
+from huggingface_hub.errors import (
+    StrictDataclassClassValidationError,
+    StrictDataclassFieldValidationError,
+)
 
 from metatokens import MetaGPT2Config
 from tests.model.tiny_models import tiny_config
@@ -16,15 +19,30 @@ from tests.model.tiny_models import tiny_config
         ({"hidden_size": 12}, "even head size"),
         ({"num_attention_heads": 0}, "not a multiple of num_attention_heads 0"),
         ({"meta_token_id": None}, "'meta' needs a meta_token_id"),
-        ({"meta_token_id": 64}, "meta_token_id is 64, unpadded_vocab_size 64 and vocab_size 64: the first must"),
-        ({"meta_token_id": 30, "unpadded_vocab_size": 30}, "meta_token_id is 30, unpadded_vocab_size 30 and"),
+        (
+            {"meta_token_id": 64},
+            "meta_token_id is 64, unpadded_vocab_size 64 and vocab_size 64: the first must",
+        ),
+        (
+            {"meta_token_id": 30, "unpadded_vocab_size": 30},
+            "meta_token_id is 30, unpadded_vocab_size 30 and",
+        ),
         ({"meta_token_id": -1, "second_attention": "none"}, "meta_token_id is -1,"),
-        *(({"rope_layers": layers}, "rope_layers is .* of 0 to 1") for layers in ([2], [-1], [1, 0], [0, 0])),
-        *(({"text_full_layers": layers}, "text_full_layers is .* of 0 to 1") for layers in ([2], [-1], [1, 0], [0, 0])),
+        *(
+            ({"rope_layers": layers}, "rope_layers is .* of 0 to 1")
+            for layers in ([2], [-1], [1, 0], [0, 0])
+        ),
+        *(
+            ({"text_full_layers": layers}, "text_full_layers is .* of 0 to 1")
+            for layers in ([2], [-1], [1, 0], [0, 0])
+        ),
         ({"text_full_layers": [0]}, "text_full_layers needs a text_window"),
         ({"text_window": 0}, "text_window is 0 and text_sinks 4; they must be at least 1 and 0"),
         ({"text_window": 8, "text_sinks": -1}, "text_window is 8 and text_sinks -1; they must be"),
-        ({"text_window": 8, "meta_token_id": None, "second_attention": "none"}, "text_window needs a meta_token_id"),
+        (
+            {"text_window": 8, "meta_token_id": None, "second_attention": "none"},
+            "text_window needs a meta_token_id",
+        ),
         ({"rope_layers": [0], "position_embedding": "learned"}, "this model has 'learned'"),
         ({"rope_layers": [0], "position_embedding": "none"}, "this model has 'none'"),
     ],
@@ -35,7 +53,8 @@ def test_contradictions_are_refused(overrides: dict[str, Any], message: str) -> 
 
 
 @pytest.mark.parametrize(
-    "overrides", [{"position_embedding": "sinusoidal"}, {"second_attention": "dense"}, {"hidden_size": "32"}]
+    "overrides",
+    [{"position_embedding": "sinusoidal"}, {"second_attention": "dense"}, {"hidden_size": "32"}],
 )
 def test_values_of_another_kind_are_refused_by_name(overrides: dict[str, Any]) -> None:
     with pytest.raises(StrictDataclassFieldValidationError, match=next(iter(overrides))):
@@ -46,6 +65,8 @@ def test_defaults_follow_from_other_fields() -> None:
     config = tiny_config()
     assert (config.intermediate_size, config.head_size) == (128, 8)
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
-    tiny_config(hidden_size=12, position_embedding="learned")  # an odd head size is for rotary positions alone
+    tiny_config(
+        hidden_size=12, position_embedding="learned"
+    )  # an odd head size is for rotary positions alone
     tiny_config(meta_token_id=None, second_attention="causal")
     assert MetaGPT2Config.paper().to_dict() == MetaGPT2Config(unpadded_vocab_size=50258).to_dict()

@@ -38,7 +38,10 @@ from tests.retrofit.callers import SETTINGS, shared_model_of
     [
         ({"second_attention": "none"}, 123_587_328),
         ({"second_attention": "meta"}, 151_908_096),
-        ({"second_attention": "causal"}, 151_908_096),  # as many as the model that it is a control for
+        (
+            {"second_attention": "causal"},
+            151_908_096,
+        ),  # as many as the model that it is a control for
         ({"second_attention": "none", "position_embedding": "none"}, 123_587_328),
         ({"second_attention": "meta", "position_embedding": "learned"}, 151_908_096 + 786_432),
     ],
@@ -51,7 +54,9 @@ def test_parameter_counts_of_the_paper(overrides: dict[str, Any], count: int) ->
 
 def test_initial_weights_are_those_of_gpt2() -> None:
     torch.manual_seed(0)
-    model = MetaGPT2ForCausalLM(tiny_config(hidden_size=128, num_hidden_layers=3, initializer_range=0.05))
+    model = MetaGPT2ForCausalLM(
+        tiny_config(hidden_size=128, num_hidden_layers=3, initializer_range=0.05)
+    )
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             assert (parameter == 1).all()
@@ -110,7 +115,10 @@ def test_a_sequence_longer_than_the_learned_table_is_refused() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_not_counted_against_the_learned_table(side: str) -> None:
-    model, rows = tiny_model(position_embedding="learned", max_position_embeddings=8), random_rows((8, 3))
+    model, rows = (
+        tiny_model(position_embedding="learned", max_position_embeddings=8),
+        random_rows((8, 3)),
+    )
     ids, mask = (tensor[:2] for tensor in pad([*rows, [0] * 20], side))
     padded = model(ids, attention_mask=mask).logits
     for number, row in enumerate(rows):
@@ -136,8 +144,12 @@ def test_rotary_tables_are_those_of_transformers_and_of_the_formula() -> None:
 @pytest.mark.parametrize("second_attention", ["meta", "causal"])
 def test_a_cache_without_a_second_store_is_refused(second_attention: str) -> None:
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    with pytest.raises(UserError, match="EncoderDecoderCache; give a MetaTokenCache, a DynamicCache or a StaticC"):
-        shared_model(second_attention=second_attention)(torch.tensor([[1, META]]), past_key_values=cache)
+    with pytest.raises(
+        UserError, match="EncoderDecoderCache; give a MetaTokenCache, a DynamicCache or a StaticC"
+    ):
+        shared_model(second_attention=second_attention)(
+            torch.tensor([[1, META]]), past_key_values=cache
+        )
 
 
 @pytest.mark.quick(caller=["learned-meta", "rope-causal", "llama", "bloom"])
@@ -150,7 +162,12 @@ def test_embeddings_in_place_of_ids(caller: str) -> None:
     for further in ({}, {"meta_token_mask": ids == model.config.meta_token_id}):
         assert torch.equal(model(inputs_embeds=embeddings, **further).logits, expected)
 
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    options = {
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     text = model.generate(ids, **options)[:, LENGTH:]
     assert torch.equal(model.generate(inputs_embeds=embeddings, **options), text)
 
@@ -175,7 +192,9 @@ def test_hidden_states_and_attentions_of_each_layer(second_attention: str) -> No
     assert [tuple(states.shape) for states in outputs.hidden_states] == [(2, 7, 32)] * 4
     assert len(outputs.attentions) == 3
     assert (outputs.meta_attentions is None) == (second_attention == "none")
-    assert_close(outputs.logits, model(ids).logits, ROUNDED)  # the eager softmax is float32 in transformers
+    assert_close(
+        outputs.logits, model(ids).logits, ROUNDED
+    )  # the eager softmax is float32 in transformers
 
 
 # --- ways to train and to run it
@@ -183,7 +202,9 @@ def test_hidden_states_and_attentions_of_each_layer(second_attention: str) -> No
 
 @pytest.mark.parametrize("window", [{}, MIXED], ids=["all text", "text_full_layers"])
 @pytest.mark.parametrize("second_attention", ["meta", "causal"])
-def test_gradient_checkpointing_gives_the_same_gradients(second_attention: str, window: Fields) -> None:
+def test_gradient_checkpointing_gives_the_same_gradients(
+    second_attention: str, window: Fields
+) -> None:
     model = tiny_model(second_attention=second_attention, **window).train()
     ids = torch.tensor(random_rows((12, 12)))
     expected = gradients_by(model, model(ids, labels=ids).loss)
@@ -196,7 +217,9 @@ def test_gradient_checkpointing_gives_the_same_gradients(second_attention: str, 
 
 
 HAS_COMPILER = any(map(shutil.which, ("g++", "c++", "clang++")))
-NEEDS_COMPILER = pytest.mark.skipif(not HAS_COMPILER, reason="torch.compile on a CPU needs a C++ compiler")
+NEEDS_COMPILER = pytest.mark.skipif(
+    not HAS_COMPILER, reason="torch.compile on a CPU needs a C++ compiler"
+)
 
 
 # aot_eager takes all steps except the last, which generates machine code.
@@ -205,9 +228,14 @@ NEEDS_COMPILER = pytest.mark.skipif(not HAS_COMPILER, reason="torch.compile on a
     "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.thorough, NEEDS_COMPILER])]
 )
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, like the next,
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # while it compiles
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # while it compiles
 def test_compiled_model_equals_eager(backend: str) -> None:
-    model, ids = tiny_model(num_hidden_layers=1, dtype=torch.float32).train(), torch.tensor(random_rows((9, 9)))
+    model, ids = (
+        tiny_model(num_hidden_layers=1, dtype=torch.float32).train(),
+        torch.tensor(random_rows((9, 9))),
+    )
     expected = model(ids, labels=ids).loss
     gradients = gradients_by(model, expected)
     compiled = torch.compile(model, backend=backend)

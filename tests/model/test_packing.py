@@ -60,12 +60,16 @@ def test_other_attention_functions(caller: str, attention: str, window: str) -> 
 
 @torch.no_grad()
 @pytest.mark.parametrize("is_added", [False, True], ids=["bool", "added"])
-@pytest.mark.parametrize("caller", ["log_length-none-meta", "log_length-none-causal", "llama", "gpt_neox", "phi"])
+@pytest.mark.parametrize(
+    "caller", ["log_length-none-meta", "log_length-none-causal", "llama", "gpt_neox", "phi"]
+)
 def test_a_mask_of_four_dimensions_does_the_same(caller: str, is_added: bool) -> None:
     """Log-length attention counts the keys that the mask shows, meta-tokens too."""
     model, mask = model_of(caller), block_mask()
     if is_added:
-        mask = torch.zeros(mask.shape, dtype=model.dtype).masked_fill(~mask, torch.finfo(model.dtype).min)
+        mask = torch.zeros(mask.shape, dtype=model.dtype).masked_fill(
+            ~mask, torch.finfo(model.dtype).min
+        )
     batch = {name: packed()[name] for name in ("input_ids", "position_ids")}
     logits = model(**batch, attention_mask=mask, use_cache=False).logits[..., :META]
 
@@ -77,7 +81,9 @@ def test_a_mask_of_four_dimensions_does_the_same(caller: str, is_added: bool) ->
 @BOTH_CALLERS
 def test_the_loss_for_the_collator_of_transformers(caller: str, has_lengths: bool) -> None:
     model = model_of(caller)
-    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=has_lengths, return_seq_idx=has_lengths)
+    collate = DataCollatorWithFlattening(
+        return_flash_attn_kwargs=has_lengths, return_seq_idx=has_lengths
+    )
     out = model(**collate([{"input_ids": sequence} for sequence in SEQUENCES]))
     assert out.past_key_values is None
 
@@ -127,7 +133,9 @@ def test_what_would_be_wrong_is_refused(caller: str) -> None:
         with pytest.raises(UserError, match="sequences packed into one row cannot have a cache"):
             model(**batch, past_key_values=cache)
     for run in (model, torch.compile(model, backend="eager")):
-        with pytest.raises(UserError, match="need position_ids that start again with each, not cu_seq_lens_q alone"):
+        with pytest.raises(
+            UserError, match="need position_ids that start again with each, not cu_seq_lens_q alone"
+        ):
             run(batch["input_ids"], cu_seq_lens_q=batch["cu_seq_lens_q"], use_cache=False)
 
 

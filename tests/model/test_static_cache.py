@@ -15,7 +15,9 @@ from tests.retrofit.callers import SETTINGS, rounded, shared_model_of
 RETROFITS = ("llama", "gpt_neox", "gemma3_text", "mistral", "qwen3")
 
 
-@pytest.mark.quick(caller=["learned-meta", "rope-causal", "log_length-none-meta", "llama", "gemma3_text"])
+@pytest.mark.quick(
+    caller=["learned-meta", "rope-causal", "log_length-none-meta", "llama", "gemma3_text"]
+)
 @pytest.mark.parametrize(
     "options",
     [{"do_sample": False, "meta_every": 3}, {"do_sample": True}, {"num_beams": 3, "meta_every": 1}],
@@ -33,14 +35,18 @@ def test_generation_is_that_of_a_cache_that_grows(caller: str, options: dict[str
     assert torch.equal(*outputs)
 
 
-@pytest.mark.parametrize("caller", ["rope-meta", "rope-causal", "rope-none", "llama", "gemma3_text"])
+@pytest.mark.parametrize(
+    "caller", ["rope-meta", "rope-causal", "rope-none", "llama", "gemma3_text"]
+)
 @torch.no_grad()
 def test_a_cache_that_the_user_makes(caller: str) -> None:
     model, ids = shared_model_of(caller), with_meta_tokens()
     cache = StaticCache(model.config, max_cache_len=LENGTH + 4)
     expected = logits(model, ids)
     for _ in range(2):
-        pieces = [model(part, past_key_values=cache).logits for part in ids.split((9, 1, 1, 5, 8), dim=1)]
+        pieces = [
+            model(part, past_key_values=cache).logits for part in ids.split((9, 1, 1, 5, 8), dim=1)
+        ]
         assert_close(torch.cat(pieces, dim=1)[..., :META], expected, rounded(model))
         cache.reset()
 

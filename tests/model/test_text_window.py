@@ -32,7 +32,9 @@ WINDOWS = pytest.mark.parametrize("window", [SMALL, MIXED], ids=["text_window", 
 @WINDOWS
 @pytest.mark.parametrize("side", ["left", "right"])
 @VARIANTS
-def test_a_pass_is_the_masked_formula_forward_and_backward(fields: Fields, side: str, window: Fields) -> None:
+def test_a_pass_is_the_masked_formula_forward_and_backward(
+    fields: Fields, side: str, window: Fields
+) -> None:
     model = tiny_model(**fields | window)
     oracle = DenseOracle(model)
     ids, mask = pad(ROWS, side)
@@ -51,7 +53,9 @@ def test_a_pass_is_the_masked_formula_forward_and_backward(fields: Fields, side:
 @example(cuts={20, 40}, side="right")
 @example(cuts={*range(1, 44)}, side="left")
 @example(cuts={3, 30, *range(36, 44)}, side="left")
-def test_steps_of_any_size_give_the_masked_formula(fields: Fields, window: Fields, cuts: set[int], side: str) -> None:
+def test_steps_of_any_size_give_the_masked_formula(
+    fields: Fields, window: Fields, cuts: set[int], side: str
+) -> None:
     model = shared_model(**fields | window)
     ids, mask = pad(ROWS, side)
 
@@ -62,7 +66,14 @@ def test_steps_of_any_size_give_the_masked_formula(fields: Fields, window: Field
     assert cache.get_seq_length() == 44
 
 
-@parametrize([{"text_window": 1, "text_sinks": 0}, {"text_window": 1}, {"text_window": 40}, {"text_sinks": 0}])
+@parametrize(
+    [
+        {"text_window": 1, "text_sinks": 0},
+        {"text_window": 1},
+        {"text_window": 40},
+        {"text_sinks": 0},
+    ]
+)
 def test_windows_of_other_sizes(fields: Fields) -> None:
     model = tiny_model(**{"position_embedding": "none"} | SMALL | fields)
     ids, mask = pad(ROWS)

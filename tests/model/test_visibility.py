@@ -107,12 +107,16 @@ IN_PIECES = {
 }
 MASKED = {
     "a mask of four dimensions": Pass(hidden=[(9, 3), (9, 8), (8, 2), (13, 4)]),
-    "a mask of four dimensions, in pieces": Pass(hidden=[(9, 3), (9, 8), (8, 2), (13, 4)], cache=growing),
+    "a mask of four dimensions, in pieces": Pass(
+        hidden=[(9, 3), (9, 8), (8, 2), (13, 4)], cache=growing
+    ),
 }
 ALL = AT_ONCE | IN_PIECES | MASKED
 # Without a window a Llama itself refuses columns to come, unless there is a cache.
 WINDOWED = AT_ONCE | IN_PIECES | {"columns to come": Pass(padding=LEFT, further_columns=3)}
-FULL = {name: case for name, case in WINDOWED.items() if case.cache is not fixed}  # the others are refused
+FULL = {
+    name: case for name, case in WINDOWED.items() if case.cache is not fixed
+}  # the others are refused
 
 
 def meta_gpt2(attention: str) -> PreTrainedModel:
@@ -125,12 +129,23 @@ def meta_gpt2(attention: str) -> PreTrainedModel:
 
 def llama(attention: str) -> PreTrainedModel:
     """The same of a retrofitted Llama."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    base = LlamaForCausalLM(LlamaConfig(vocab_size=META + 1, num_hidden_layers=1, **sizes)).double().eval()
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    base = (
+        LlamaForCausalLM(LlamaConfig(vocab_size=META + 1, num_hidden_layers=1, **sizes))
+        .double()
+        .eval()
+    )
     model = add_meta_attention(base, meta_token_id=META, heads=2, head_size=8, freeze=False)
     randomize(model)
     block = model.model.layers[0]
-    _silence(block.meta_attention.attention.out_proj if attention == "causal" else block.self_attn.o_proj)
+    _silence(
+        block.meta_attention.attention.out_proj if attention == "causal" else block.self_attn.o_proj
+    )
     return model
 
 
@@ -150,13 +165,19 @@ def seen(model: PreTrainedModel, case: Pass) -> Tensor:
     rows = LENGTH + 1
     generator = torch.Generator().manual_seed(0)
     width = model.config.hidden_size
-    embeddings = torch.randn(1, LENGTH, width, generator=generator, dtype=torch.float64).repeat(rows, 1, 1)
+    embeddings = torch.randn(1, LENGTH, width, generator=generator, dtype=torch.float64).repeat(
+        rows, 1, 1
+    )
     for key in range(LENGTH):  # the last row has nothing changed
         embeddings[key, key] += torch.randn(width, generator=generator, dtype=torch.float64)
     is_meta = torch.tensor([IS_META]).expand(rows, -1)
-    inputs = {name: tensor.expand(rows, *tensor.shape[1:]) for name, tensor in case.inputs().items()}
+    inputs = {
+        name: tensor.expand(rows, *tensor.shape[1:]) for name, tensor in case.inputs().items()
+    }
     if case.cache is None:
-        logits = model(inputs_embeds=embeddings, meta_token_mask=is_meta, use_cache=False, **inputs).logits
+        logits = model(
+            inputs_embeds=embeddings, meta_token_mask=is_meta, use_cache=False, **inputs
+        ).logits
     else:
         logits = _read_in_pieces(model, case, embeddings, is_meta, inputs.get("attention_mask"))
     changes = (logits[:-1] - logits[-1]).abs().amax(dim=-1)
@@ -170,7 +191,10 @@ def _read_in_pieces(
     filled = case.cache(model.config)
     pieces = []
     for start, end in pairwise(CUTS):
-        piece = {"inputs_embeds": embeddings[:, start:end], "meta_token_mask": is_meta[:, start:end]}
+        piece = {
+            "inputs_embeds": embeddings[:, start:end],
+            "meta_token_mask": is_meta[:, start:end],
+        }
         if mask is not None and mask.ndim == 4:
             piece["attention_mask"] = mask[:, :, start:end, :end]
         elif mask is not None:
@@ -179,7 +203,9 @@ def _read_in_pieces(
     return torch.cat(pieces, dim=1)
 
 
-def assert_follows_the_rule(model: PreTrainedModel, case: Pass, attention: str, window: int | None) -> None:
+def assert_follows_the_rule(
+    model: PreTrainedModel, case: Pass, attention: str, window: int | None
+) -> None:
     """Each real query sees what the rule says, and itself."""
     is_seen = seen(model, case)
     for query in range(LENGTH):

@@ -20,7 +20,9 @@ SECOND = pytest.mark.parametrize("second_attention", SECOND_ATTENTIONS)
 
 def parametrize(cases: Sequence[Fields]) -> pytest.MarkDecorator:
     """Run a test with each of the configurations, as its argument `fields`."""
-    return pytest.mark.parametrize("fields", cases, ids=lambda fields: "-".join(map(str, fields.values())))
+    return pytest.mark.parametrize(
+        "fields", cases, ids=lambda fields: "-".join(map(str, fields.values()))
+    )
 
 
 FAMILY: list[Fields] = [
@@ -43,7 +45,12 @@ VARIANTS = parametrize(VARIANT_FIELDS)
 
 def tiny_config(**overrides: Any) -> MetaGPT2Config:
     """A configuration of two narrow layers, with biases, so that these are tested too."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 48}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 48,
+    }
     tokens = {"vocab_size": 64, "meta_token_id": META, "bos_token_id": None, "eos_token_id": None}
     return MetaGPT2Config(**({"bias": True} | sizes | tokens | overrides))
 
@@ -58,14 +65,18 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> None:
                 parameter += 1.0
 
 
-def tiny_model(*, seed: int = 0, dtype: torch.dtype = torch.float64, **overrides: Any) -> MetaGPT2ForCausalLM:
+def tiny_model(
+    *, seed: int = 0, dtype: torch.dtype = torch.float64, **overrides: Any
+) -> MetaGPT2ForCausalLM:
     """A random model in evaluation mode, by default in float64, so that tolerances can be tight."""
     model = MetaGPT2ForCausalLM(tiny_config(**overrides)).to(dtype).eval()
     randomize(model, seed)
     return model
 
 
-def random_rows(lengths: Sequence[int], *, seed: int = 0, meta_rate: float = 0.3) -> list[list[int]]:
+def random_rows(
+    lengths: Sequence[int], *, seed: int = 0, meta_rate: float = 0.3
+) -> list[list[int]]:
     """Sequences of text ids and, at the given rate, meta-tokens."""
     generator = torch.Generator().manual_seed(seed)
     rows = []

@@ -354,7 +354,9 @@ def test_models_that_differ_in_training_are_strata_of_their_task(judged):
             lines.append(score(0.8 + 0.001 * seed - lost, **run, train_length=512))
     over = {"task": ["parity", "copying"], "model": ["gpt2", "meta"], "length": [128]}
 
-    result = judged(lines, a={"train_length": 512}, b={"train_length": 128}, over=over, kind="match")
+    result = judged(
+        lines, a={"train_length": 512}, b={"train_length": 128}, over=over, kind="match"
+    )
 
     assert result.effect.value == pytest.approx(-(0.1 + 0.5) / 2)
     strata = [stratum.fields for stratum in result.strata]
@@ -443,7 +445,9 @@ def landmark_lines():
         if stage.settings.get("question_sees"):
             fields["intervention"] = "landmarks_alone"
         chance = 0.5 if task == "parity" else 0.1
-        lines.append(score(value + 0.001 * model.seed, **fields, chance=chance, low=None, high=None))
+        lines.append(
+            score(value + 0.001 * model.seed, **fields, chance=chance, low=None, high=None)
+        )
     return lines
 
 

@@ -100,7 +100,9 @@ def test_an_accuracy_has_what_a_constant_answer_and_the_best_shortcut_score(read
 def curve(*accuracies, **fields):
     """A learning curve with a point every 100 steps."""
     fields = {"task": "parity", "seed": 10} | fields
-    return [recall(100 * number, exact, **fields) for number, exact in enumerate(accuracies, start=1)]
+    return [
+        recall(100 * number, exact, **fields) for number, exact in enumerate(accuracies, start=1)
+    ]
 
 
 def test_steps_to_learn_are_counted_to_the_budget_of_every_run(read):
@@ -165,12 +167,18 @@ def test_perplexities_are_compared_by_their_logarithms(read):
 def test_a_slowdown_is_per_text_token_with_the_interval_of_a_median(tmp_path):
     benchmark = ROOT / "benchmarks" / "results" / "decode_8.jsonl"
     lines = [json.loads(text) for text in benchmark.read_text().splitlines()]
-    [line] = (line for line in lines if (line["model"], line["against"]) == ("dense, inserting", "meta, inserting"))
+    [line] = (
+        line
+        for line in lines
+        if (line["model"], line["against"]) == ("dense, inserting", "meta, inserting")
+    )
     run = write(tmp_path, results=[accuracy(0.5)])
 
     slowdowns = load([run, benchmark]).select(metric="slowdown")
 
-    [row] = slowdowns.query("model == 'dense, inserting' and against == 'meta, inserting'").to_dict("records")
+    [row] = slowdowns.query("model == 'dense, inserting' and against == 'meta, inserting'").to_dict(
+        "records"
+    )
     error = 1.253 * (line["ratio_high"] - line["ratio_low"]) / 1.349 / math.sqrt(line["n"])
     assert row["value"] == line["ratio"]  # both have as many text tokens
     assert row["batch"] == 8

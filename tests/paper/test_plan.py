@@ -59,7 +59,9 @@ def test_every_stage_comes_after_what_it_needs(name):
         earlier[stage.name] = waits_for
 
     for model in PRESETS[name].models:
-        pretrained = f"{'fetch' if model.published else 'pretrain'}-{model.pretrained_as or model.name}"
+        pretrained = (
+            f"{'fetch' if model.published else 'pretrain'}-{model.pretrained_as or model.name}"
+        )
         assert "tokenize" in earlier[pretrained]
         for task in model.tasks:
             condition = finetune_recipe(PRESETS[name], model, task).task.condition
@@ -104,7 +106,9 @@ def test_all_models_read_the_same_text_for_the_same_steps(name):
     for recipe in recipes.values():
         assert text_of_a_block(recipe) == text_of_a_block(meta)
         assert recipe.training == meta.training
-        architecture = recipe.model.model_copy(update={"second_attention": meta.model.second_attention})
+        architecture = recipe.model.model_copy(
+            update={"second_attention": meta.model.second_attention}
+        )
         assert architecture == meta.model
 
 
@@ -135,8 +139,16 @@ def test_the_demo_begins_with_list_recall_and_asks_with_the_text_covered():
     plan = planned("demo")
 
     covered = {stage.name for stage in plan if stage.options.get("question_sees")}
-    list_recall = [stage.priority for stage in plan if stage.subject.get("task", "list_recall") == "list_recall"]
-    other_tasks = [stage.priority for stage in plan if stage.subject.get("task", "list_recall") != "list_recall"]
+    list_recall = [
+        stage.priority
+        for stage in plan
+        if stage.subject.get("task", "list_recall") == "list_recall"
+    ]
+    other_tasks = [
+        stage.priority
+        for stage in plan
+        if stage.subject.get("task", "list_recall") != "list_recall"
+    ]
     assert covered == {
         "landmarks-alone-pause-list_recall",
         "landmarks-alone-meta-list_recall",
@@ -204,7 +216,9 @@ def pretraining_operations(model):
     """By the benchmarks' formula, at the paper's size."""
     recipe = pretrain_recipe(PAPER, model)
     sizes = recipe.model.model_dump(exclude={"architecture"})
-    config = MetaGPT2Config(**sizes, vocab_size=50304, meta_token_id=4096, bos_token_id=0, eos_token_id=0)
+    config = MetaGPT2Config(
+        **sizes, vocab_size=50304, meta_token_id=4096, bos_token_id=0, eos_token_id=0
+    )
     length = recipe.data.block_size
     meta_tokens = length - text_of_a_block(recipe)
     products = forward_products(
@@ -269,7 +283,9 @@ def test_a_table_that_nothing_answers_is_refused():
 
 
 def examples_of(task_stages):
-    return examples_name(load_recipe(FinetuneRecipe, "demo_finetune", [f"task.stages=[{task_stages}]"]))
+    return examples_name(
+        load_recipe(FinetuneRecipe, "demo_finetune", [f"task.stages=[{task_stages}]"])
+    )
 
 
 @pytest.mark.parametrize(

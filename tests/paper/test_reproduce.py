@@ -104,13 +104,17 @@ def test_the_result_lines(undisturbed):
     assert "the XOR of all bits" in shortcuts
 
 
-def test_the_caller_hears_of_each_task_that_is_done_while_another_is_left(reproduce, tiny, tmp_path):
+def test_the_caller_hears_of_each_task_that_is_done_while_another_is_left(
+    reproduce, tiny, tmp_path
+):
     tasks = ("parity", "list_recall")
     both = replace(
         tiny,
         models=tuple(TrainedModel(model=model, tasks=tasks) for model in ("gpt2", "meta")),
         finetune_recipes=dict.fromkeys(tasks, "demo_finetune"),
-        inspections=(LandmarksTest(models=("meta",), counts={"paper": {64: 4}}, train_lengths=(64,)),),
+        inspections=(
+            LandmarksTest(models=("meta",), counts={"paper": {64: 4}}, train_lengths=(64,)),
+        ),
     )
     measured = []
 
@@ -154,7 +158,9 @@ def text_tokens_of_a_step(out, phase):
 
 
 def test_the_curve_of_a_task_begins_with_its_curriculum(reproduce, tiny):
-    curriculum = "{lists: [3, 3], items: [6, 6], max_steps: 3}, {lists: [3, 4], items: [6, 7], max_steps: 2}"
+    curriculum = (
+        "{lists: [3, 3], items: [6, 6], max_steps: 3}, {lists: [3, 4], items: [6, 7], max_steps: 2}"
+    )
     overrides = (*tiny.finetune_overrides, f"task.stages=[{curriculum}]")
 
     out = reproduce(sizes=replace(tiny, models=tiny.models[1:], finetune_overrides=overrides))
@@ -267,7 +273,9 @@ def test_weights_that_come_out_otherwise_are_noticed(reproduce, copied, capsys):
     entries = {name: json.loads(line) for name, line in records(copied).items()}
     del entries["evaluate-gpt2-parity"]
     entries["pretrain-gpt2"]["facts"]["weights_sha256"] = "0"
-    (copied / "stages.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries.values()))
+    (copied / "stages.jsonl").write_text(
+        "".join(json.dumps(entry) + "\n" for entry in entries.values())
+    )
 
     reproduce()
 
@@ -296,7 +304,9 @@ def packed_files(run):
     return {path.name: path.read_bytes() for path in run.glob("*.jsonl.gz")}
 
 
-def test_the_files_of_a_finished_run_are_compressed_and_their_bytes_are_those_of_the_lines(reproduce, copied):
+def test_the_files_of_a_finished_run_are_compressed_and_their_bytes_are_those_of_the_lines(
+    reproduce, copied
+):
     before = packed_files(copied)
     assert sorted(before) == [
         "analysis.jsonl.gz",
@@ -317,14 +327,18 @@ def test_the_files_of_a_finished_run_are_compressed_and_their_bytes_are_those_of
 @pytest.mark.quick(step=[1, 4])
 @pytest.mark.parametrize("step", range(6))
 @pytest.mark.parametrize("act", [RunLog.resume, RunLog.pack], ids=["unpacked", "packed"])
-def test_nothing_is_lost_while_files_are_packed_or_unpacked(act, step, undisturbed, copied, monkeypatch):
+def test_nothing_is_lost_while_files_are_packed_or_unpacked(
+    act, step, undisturbed, copied, monkeypatch
+):
     expected = packed_files(copied)
     if act is RunLog.pack:
         RunLog(copied).resume()
     steps = iter(range(6))
 
     def killed(call):
-        return lambda *arguments, **options: (cut_off if next(steps) == step else call)(*arguments, **options)
+        return lambda *arguments, **options: (cut_off if next(steps) == step else call)(
+            *arguments, **options
+        )
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", killed(Path.unlink))
@@ -469,7 +483,9 @@ def test_every_kind_of_stage(wide):
         ("rate_distortion", None),
         ("rate_distortion", "no_pos"),
     }
-    probed = [(point.step, point.n) for point in inputs.read.points if point.exact_match is not None]
+    probed = [
+        (point.step, point.n) for point in inputs.read.points if point.exact_match is not None
+    ]
     assert probed == [(2, 4), (4, 4)] * 3
 
     page = wide / "looks" / "parity.html"
@@ -515,7 +531,9 @@ def test_a_published_model_in_place_of_a_pretrained_one(reproduce, tiny, publish
     inputs = load([out])
     [described] = inputs.read.runs[0].models.values()
     base = GPTNeoForCausalLM.from_pretrained(published)
-    rows = 64 * math.ceil((base.config.vocab_size + 1) / 64) + 1  # the meta-token's own row is outside the table
+    rows = (
+        64 * math.ceil((base.config.vocab_size + 1) / 64) + 1
+    )  # the meta-token's own row is outside the table
     assert described.parameters == base.num_parameters() + (rows - base.config.vocab_size) * 16
     assert described.description == f"{published}, as published"
     measured = {(line.model, line.metric, line.task) for line in inputs.read.results}
@@ -566,7 +584,9 @@ class FailsSecond(pools.Pool):
             raise UserError("the disk is full.")
 
 
-def test_what_is_done_stays_when_the_next_stage_fails(reproduce, undisturbed, tmp_path, monkeypatch):
+def test_what_is_done_stays_when_the_next_stage_fails(
+    reproduce, undisturbed, tmp_path, monkeypatch
+):
     tokenized = json.loads(records(undisturbed)["tokenize"])
     done = pools.TimedOutcome(Outcome(facts=tokenized["facts"]), seconds=1.0, cpu_seconds=1.0)
     monkeypatch.setattr(run, "open_pool", lambda *_: FailsSecond(done))

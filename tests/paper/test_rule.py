@@ -22,7 +22,9 @@ from metatokens.paper.rule import (
     verdict_everywhere,
 )
 
-SPREAD = np.array([-0.02, 0.0, 0.02])  # variance 0.0004: of three runs a side the error is 0.01633, df 4, reach 0.04534
+SPREAD = np.array(
+    [-0.02, 0.0, 0.02]
+)  # variance 0.0004: of three runs a side the error is 0.01633, df 4, reach 0.04534
 
 
 def versus(gap, spread=SPREAD, task="parity"):
@@ -116,7 +118,10 @@ def test_tasks_weigh_alike_whatever_their_spread_or_number_of_strata():
 
 def test_strata_of_a_task_may_share_prompts_and_tasks_do_not():
     samples = versus(0.1).samples
-    strata = [Stratum(task, samples, prompts=prompts) for task, prompts in (("a", 0.01), ("a", 0.04), ("b", 0.09))]
+    strata = [
+        Stratum(task, samples, prompts=prompts)
+        for task, prompts in (("a", 0.01), ("a", 0.04), ("b", 0.09))
+    ]
     without_prompts = effect([replace(stratum, prompts=0.0) for stratum in strata])
 
     shared, other = (0.1 + 0.2) / 4, 0.3 / 2
@@ -202,5 +207,7 @@ def test_holm(ps):
     rejected = holm({str(number): p for number, p in enumerate(ps)})
 
     expected, *_ = multipletests(ps, method="holm")
-    expected_by_name = {str(number): bool(is_rejected) for number, is_rejected in enumerate(expected)}
+    expected_by_name = {
+        str(number): bool(is_rejected) for number, is_rejected in enumerate(expected)
+    }
     assert rejected == expected_by_name

@@ -114,7 +114,9 @@ def test_a_job_that_is_ended_too_often_is_one_sentence(reproduce, jobs, tmp_path
     monkeypatch.setattr(pools, "TRIES", 1)  # each try starts an interpreter
     monkeypatch.setattr(pools, "_work_as_job", kill_this_process)
     monkeypatch.setattr(submitit.Job, "_results_timeout_s", 1)  # seconds to wait for a killed job
-    with pytest.raises(UserError, match="the job of tokenize was ended 1 times; its output is in ") as caught:
+    with pytest.raises(
+        UserError, match="the job of tokenize was ended 1 times; its output is in "
+    ) as caught:
         reproduce(executor="local")
 
     [folder] = jobs.iterdir()
@@ -125,7 +127,9 @@ def test_a_job_that_is_ended_too_often_is_one_sentence(reproduce, jobs, tmp_path
 
 
 def test_settings_of_jobs_are_read_as_yaml():
-    settings = pools.job_settings(["slurm_partition=gpu", "timeout_min=90", "slurm_array_parallelism=", "a=b=c"])
+    settings = pools.job_settings(
+        ["slurm_partition=gpu", "timeout_min=90", "slurm_array_parallelism=", "a=b=c"]
+    )
 
     assert settings == {
         "slurm_partition": "gpu",
@@ -158,7 +162,9 @@ def wait_until(condition):
 def stalled(small_corpus, tmp_path, forked):
     """A run whose worker stalls after the first checkpoint of `meta`; it ends with the test."""
     preset, stall = tiny_preset.tiny(str(small_corpus)), tmp_path / "stalled"
-    process = forked(tiny_preset.reproduce, preset, tmp_path / "run", "--workers 1", STALL=str(stall))
+    process = forked(
+        tiny_preset.reproduce, preset, tmp_path / "run", "--workers 1", STALL=str(stall)
+    )
     wait_until(lambda: stall.exists() or process.status is not None)
     yield process
     process.end()
@@ -171,7 +177,9 @@ def assert_cut_off_in_pretraining(out):
     assert names == ["checkpoint-2"]
 
 
-def test_ctrl_c_and_going_on_in_worker_processes(stalled, forked, small_corpus, undisturbed, tmp_path):
+def test_ctrl_c_and_going_on_in_worker_processes(
+    stalled, forked, small_corpus, undisturbed, tmp_path
+):
     os.killpg(stalled.pid, signal.SIGINT)  # as a terminal does
     status, output, error = stalled.wait()
     assert (status, output) == (130, "")
@@ -200,7 +208,9 @@ def test_a_worker_that_the_system_kills_is_one_sentence(stalled, tmp_path):
     os.kill(int((tmp_path / "stalled").read_text()), signal.SIGKILL)
     status, _, error = stalled.wait()
     assert status == 2
-    assert error.splitlines()[-1].startswith("metatokens: a worker was killed while it did pretrain-meta (")
+    assert error.splitlines()[-1].startswith(
+        "metatokens: a worker was killed while it did pretrain-meta ("
+    )
     assert "Traceback" not in error
 
 

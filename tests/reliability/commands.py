@@ -14,10 +14,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 TRAINING = ["save_steps=2", "logging_steps=1", "eval_steps=0", "per_device_train_batch_size=4"]
-SIZES = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2", "data.block_size=32"]
+SIZES = [
+    "model.hidden_size=16",
+    "model.num_hidden_layers=1",
+    "model.num_attention_heads=2",
+    "data.block_size=32",
+]
 
 
-def verbs_of(corpus: Path, tokens: Path, model: Path, *, steps: int, tuned: int, prompts: int) -> dict[str, list[str]]:
+def verbs_of(
+    corpus: Path, tokens: Path, model: Path, *, steps: int, tuned: int, prompts: int
+) -> dict[str, list[str]]:
     """The commands that resume, without `--out`."""
 
     def train(line: str, *overrides: str) -> list[str]:
@@ -29,15 +36,22 @@ def verbs_of(corpus: Path, tokens: Path, model: Path, *, steps: int, tuned: int,
     lengths = "task.train_lengths=[64, 128]"
     return {
         "tokenize": f"tokenize --corpus {corpus} --tokenizer train:400".split(),
-        "pretrain": train("pretrain --recipe demo", f"data.tokens={tokens}", f"training.max_steps={steps}", *SIZES),
-        "finetune": train(f"finetune --task parity --model {model}", lengths, f"training.max_steps={tuned}"),
+        "pretrain": train(
+            "pretrain --recipe demo", f"data.tokens={tokens}", f"training.max_steps={steps}", *SIZES
+        ),
+        "finetune": train(
+            f"finetune --task parity --model {model}", lengths, f"training.max_steps={tuned}"
+        ),
         "evaluate": evaluate.split(),
     }
 
 
 def quickly(quick: Sequence[str], values: Iterable[str]) -> list[Any]:
     """Parameters of a test: those in `quick` for every run, the others for a thorough one."""
-    return [value if value in quick else pytest.param(value, marks=pytest.mark.thorough) for value in values]
+    return [
+        value if value in quick else pytest.param(value, marks=pytest.mark.thorough)
+        for value in values
+    ]
 
 
 class Commands:
@@ -124,7 +138,9 @@ def succeeds(command: list[str]) -> bool:
 def left(out: Path) -> dict[str, Any]:
     """A run's folder or result file, without the checkpoints, the lock and the dates of results."""
     if out.is_file():
-        return {"lines": [json.loads(line) | {"created": None} for line in out.read_text().splitlines()]}
+        return {
+            "lines": [json.loads(line) | {"created": None} for line in out.read_text().splitlines()]
+        }
     return {
         path.relative_to(out).as_posix(): path.read_bytes()
         for path in out.rglob("*")

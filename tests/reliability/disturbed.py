@@ -78,7 +78,9 @@ def no_room(at: str, room: int) -> None:
         path = os.fspath(arguments[0])
         is_written = event == "os.mkdir" or arguments[2] & (os.O_WRONLY | os.O_RDWR)
         if is_written and isinstance(path, str) and at in path:
-            size = os.stat(path).st_size if os.path.isfile(path) else 0  # a file that is appended to already has a size
+            size = (
+                os.stat(path).st_size if os.path.isfile(path) else 0
+            )  # a file that is appended to already has a size
             resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, resource.RLIM_INFINITY))
 
     sys.addaudithook(limit)
@@ -87,7 +89,9 @@ def no_room(at: str, room: int) -> None:
 def unprivileged() -> None:
     """Give up the superuser's right to write where permissions forbid it, also in programs started from here."""
     libc, without_privileges = ctypes.CDLL(None), 1
-    libc.prctl(28, without_privileges, 0, 0, 0)  # PR_SET_SECUREBITS; refused to other users, who do not need it
+    libc.prctl(
+        28, without_privileges, 0, 0, 0
+    )  # PR_SET_SECUREBITS; refused to other users, who do not need it
     assert libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()) == 0
 
 
@@ -117,8 +121,12 @@ def tiny_plan(corpus: str, workers: str) -> None:
     presets.PRESETS = {"tiny": tiny_preset.tiny(corpus)}
     if workers == "threads":
 
-        def in_a_thread(size: int, context: object, start: object, arguments: tuple[Any, ...]) -> ThreadPoolExecutor:
-            return ThreadPoolExecutor(1, initializer=setattr, initargs=(pools, "_reports", arguments[0]))
+        def in_a_thread(
+            size: int, context: object, start: object, arguments: tuple[Any, ...]
+        ) -> ThreadPoolExecutor:
+            return ThreadPoolExecutor(
+                1, initializer=setattr, initargs=(pools, "_reports", arguments[0])
+            )
 
         pools.ProcessPoolExecutor = in_a_thread
 
@@ -160,7 +168,9 @@ def carry_through(plan: dict[str, Any]) -> dict[str, Any]:
         inside = {"die_inside": plan["inside"]} if may_kill and plan["inside"] else {}
         pid, pipe = begin(plan["arguments"], plan["faults"] | inside)
         if may_kill and not inside:
-            killer = threading.Timer(draw.uniform(0, plan["seconds"]), os.killpg, (pid, signal.SIGKILL))
+            killer = threading.Timer(
+                draw.uniform(0, plan["seconds"]), os.killpg, (pid, signal.SIGKILL)
+            )
             killer.start()
         with open(pipe, errors="replace") as text:
             said += text.read()

@@ -40,8 +40,17 @@ def verbs(
 ) -> dict[str, list[str]]:
     """The commands, without `--out`."""
     results = tmp_path_factory.mktemp("measured") / "results.jsonl"
-    shared: dict[str, Any] = {"task": "parity", "length": 64, "metric": "exact_match", "seed": 0, "n": 100}
-    measured = [Result(model=name, value=value, created="2026-01-01", **shared) for name, value in MEASURED.items()]
+    shared: dict[str, Any] = {
+        "task": "parity",
+        "length": 64,
+        "metric": "exact_match",
+        "seed": 0,
+        "n": 100,
+    }
+    measured = [
+        Result(model=name, value=value, created="2026-01-01", **shared)
+        for name, value in MEASURED.items()
+    ]
     append_lines(results, [result.line() for result in measured])
     reproduce = ["reproduce", "--preset", "tiny", "--workers", "1"]
     if not is_thorough:
@@ -85,7 +94,10 @@ class Run:
 
 @pytest.fixture(scope="session")
 def run(
-    verbs: dict[str, list[str]], commands: Commands, small_corpus: Path, tmp_path_factory: pytest.TempPathFactory
+    verbs: dict[str, list[str]],
+    commands: Commands,
+    small_corpus: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Run:
     return Run(verbs, commands, {"tiny_plan": [str(small_corpus), "threads"]}, tmp_path_factory)
 
@@ -141,7 +153,9 @@ MIDDLE = {"tokenize": 3, "pretrain": 3, "finetune": 3, "evaluate": 1, "report": 
 
 @pytest.mark.quick(verb=["tokenize", "pretrain", "report"])
 @pytest.mark.parametrize("verb", FULL)
-def test_no_room_for_the_rest_of_a_file(verb: str, run: Run, is_thorough: bool, tmp_path: Path) -> None:
+def test_no_room_for_the_rest_of_a_file(
+    verb: str, run: Run, is_thorough: bool, tmp_path: Path
+) -> None:
     for at, room in FULL[verb] if is_thorough else [FULL[verb][MIDDLE[verb]]]:
         print(at, room, run.fails(verb, tmp_path / verb, no_room=[at, room]))
     run.succeeds(verb, tmp_path / verb)
@@ -197,7 +211,11 @@ def test_results_stay_on_a_disk_that_is_full(run: Run, tmp_path: Path) -> None:
     ("end", "after", "message"),
     [
         ('{"metric": "exact_match", "val', "", "ended in half a line, which is dropped"),
-        ('{"metric": "exact_match"}', '{"metric": "exact_match"}\n', ""),  # whole, except for its end
+        (
+            '{"metric": "exact_match"}',
+            '{"metric": "exact_match"}\n',
+            "",
+        ),  # whole, except for its end
         ("my own notes", "my own notes\n", ""),
     ],
 )
@@ -222,7 +240,9 @@ def test_a_librarys_failure_to_write_is_the_systems(theirs: Exception, tmp_path:
 
 @pytest.mark.parametrize("way", ["permissions", "file system"])
 @pytest.mark.parametrize("verb", quickly(["evaluate", "pretrain"], FULL))
-def test_what_cannot_be_written_is_left_as_it_is(verb: str, way: str, run: Run, tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_left_as_it_is(
+    verb: str, way: str, run: Run, tmp_path: Path
+) -> None:
     disk = tmp_path / "disk"
     out = disk / verb
     if way == "permissions":

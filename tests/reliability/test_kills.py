@@ -13,7 +13,9 @@ from tests.reliability.commands import Commands, left, verbs_of
 
 
 @pytest.fixture(scope="session")
-def verbs(small_corpus: Path, small_store: Any, small_model: Callable[..., Path]) -> dict[str, list[str]]:
+def verbs(
+    small_corpus: Path, small_store: Any, small_model: Callable[..., Path]
+) -> dict[str, list[str]]:
     """The commands, without `--out`."""
     return verbs_of(small_corpus, small_store.path, small_model(), steps=24, tuned=8, prompts=40)
 
@@ -37,7 +39,9 @@ def undisturbed(
     return give
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 4))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 4))]
+)
 @pytest.mark.parametrize("verb", ["tokenize", "pretrain", "finetune", "evaluate"])
 def test_killed_at_random_moments(
     verb: str,
@@ -51,7 +55,9 @@ def test_killed_at_random_moments(
     expected, seconds = undisturbed(verb)
     kills = 3 if is_thorough else 1
     # A resumed command has less to do; if it ends before its kill, it is not killed.
-    fate = commands.carry_through(verbs[verb], tmp_path / "out", kills=kills, seed=seed, seconds=seconds / 2)
+    fate = commands.carry_through(
+        verbs[verb], tmp_path / "out", kills=kills, seed=seed, seconds=seconds / 2
+    )
     assert fate["status"] == 0, fate["said"]
     assert left(tmp_path / "out") == left(expected)
     print(f"{verb}, seed {seed}: {fate['killed']} kills")
@@ -63,9 +69,15 @@ def test_killed_at_random_moments(
         ("pretrain", "transformers.modeling_utils:safe_save_file", 1),
         ("pretrain", "metatokens.training.trainer:write_manifest", 2),
         ("finetune", "metatokens.checkpoint:write_manifest", 1),
-        pytest.param("pretrain", "metatokens.training.trainer:save_model", 1, marks=pytest.mark.thorough),
-        pytest.param("finetune", "transformers.modeling_utils:safe_save_file", 3, marks=pytest.mark.thorough),
-        pytest.param("finetune", "metatokens.training.trainer:write_manifest", 1, marks=pytest.mark.thorough),
+        pytest.param(
+            "pretrain", "metatokens.training.trainer:save_model", 1, marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            "finetune", "transformers.modeling_utils:safe_save_file", 3, marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            "finetune", "metatokens.training.trainer:write_manifest", 1, marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_killed_while_a_checkpoint_is_written(

@@ -32,20 +32,38 @@ from tests.retrofit.small import auto_class, small
 ROWS, META, LENGTH = 320, 319, 24
 ROUNDINGS = decoder_roundings(torch.float32, blocks=4, width=64, length=2 * LENGTH)
 ROUNDED = rounding_bound(torch.float32, ROUNDINGS, 5)  # for logits and states, which are below 5
-ROUNDED_WEIGHT = rounding_bound(torch.float32, ROUNDINGS)  # for attention weights and probabilities, which are below 1
-ROUNDED_GRADIENT = rounding_bound(torch.float32, 2 * ROUNDINGS)  # for gradients, as a share of the largest
+ROUNDED_WEIGHT = rounding_bound(
+    torch.float32, ROUNDINGS
+)  # for attention weights and probabilities, which are below 1
+ROUNDED_GRADIENT = rounding_bound(
+    torch.float32, 2 * ROUNDINGS
+)  # for gradients, as a share of the largest
 CORPUS = [
     "the cat sat on a mat while two dogs ran over green hills and a river in spring; nobody saw how they came back"
 ]
-ADDED: dict[str, Any] = {"meta_token_id": META, "heads": 2, "head_size": 16}  # what tests ask `add_meta_attention` for
+ADDED: dict[str, Any] = {
+    "meta_token_id": META,
+    "heads": 2,
+    "head_size": 16,
+}  # what tests ask `add_meta_attention` for
 MOST_PARAMETERS = 40_000_000
 
 _TOKENS = {"vocab_size": ROWS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-_SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
+_SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+}
 _PLAIN = _TOKENS | _SIZES | {"max_position_embeddings": 256}
 _GROUPED = _PLAIN | {"num_key_value_heads": 2}
 _SMALL_HEADS = _GROUPED | {"head_dim": 16}
-_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 _EXPERTS |= _SMALL_HEADS
 _GPT = _TOKENS | {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}
 _WINDOW = {"sliding_window": 8}
@@ -107,7 +125,9 @@ _BESIDE: dict[str, dict[str, Any]] = {
     "phi": _PLAIN | {"partial_rotary_factor": 0.5},
 }
 # The output of attention contains the residual stream.
-_INSIDE: dict[str, dict[str, Any]] = {"bloom": _TOKENS | {"hidden_size": 64, "n_layer": 3, "n_head": 4}}
+_INSIDE: dict[str, dict[str, Any]] = {
+    "bloom": _TOKENS | {"hidden_size": 64, "n_layer": 3, "n_head": 4}
+}
 
 ARCHITECTURES = dict(sorted((_USUAL | _NORM_BEHIND | _BESIDE | _INSIDE).items()))
 SOME = (
@@ -135,7 +155,10 @@ def _config(name: str, choices: dict[str, Any]) -> PreTrainedConfig:
 
 def fails_in(release: str, *values: Any, why: str) -> Any:
     """A case of a test that must fail with this release of transformers, which is itself at fault."""
-    return pytest.param(*values, marks=pytest.mark.xfail(version("transformers") == release, reason=why, strict=True))
+    return pytest.param(
+        *values,
+        marks=pytest.mark.xfail(version("transformers") == release, reason=why, strict=True),
+    )
 
 
 def train_like(model: PreTrainedModel) -> PreTrainedModel:
@@ -154,12 +177,16 @@ def retrofitted(
 ) -> PreTrainedModel:
     """The same decoder with meta-attention that has an effect, for the caller to change."""
     model = deepcopy(shared(name, freeze=freeze, dtype=dtype, **choices))
-    torch.manual_seed(3)  # what a test draws next does not depend on whether the model was made before
+    torch.manual_seed(
+        3
+    )  # what a test draws next does not depend on whether the model was made before
     return model
 
 
 @lru_cache(maxsize=32)
-def shared(name: str, *, freeze: bool = False, dtype: torch.dtype = torch.float32, **choices: Any) -> PreTrainedModel:
+def shared(
+    name: str, *, freeze: bool = False, dtype: torch.dtype = torch.float32, **choices: Any
+) -> PreTrainedModel:
     """A `retrofitted` model made once, for tests that do not change it."""
     model = base(name, **choices)
     model = model if dtype == model.dtype else model.to(dtype)  # which also casts complex buffers
@@ -209,7 +236,11 @@ WITHOUT_FLOAT64 = {"xglm"}  # its own mask overflows
 def wrong_sites(name: str) -> float:
     """How many sites are not the attention, or the norm after it, for several precisions, weights and outliers."""
     wrong = 0
-    expected = r"post_(self_attn|attention)_layernorm" if name in _NORM_BEHIND else r"((self|linear)_)?att(n|ention)"
+    expected = (
+        r"post_(self_attn|attention)_layernorm"
+        if name in _NORM_BEHIND
+        else r"((self|linear)_)?att(n|ention)"
+    )
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
     for dtype, make, outlier in product(dtypes, (base, _initial), (0.0, 100.0)):
         if dtype == torch.float64 and name in WITHOUT_FLOAT64:
@@ -240,7 +271,9 @@ def start_error(name: str) -> float:
     model = add_meta_attention(base(name), **ADDED)
     embeddings = model.get_input_embeddings()(ids)
     with torch.no_grad():
-        return error(logits(model, ids), plain(inputs_embeds=embeddings, use_cache=False).logits[..., :META])
+        return error(
+            logits(model, ids), plain(inputs_embeds=embeddings, use_cache=False).logits[..., :META]
+        )
 
 
 def cached_error(name: str) -> float:
@@ -251,7 +284,9 @@ def cached_error(name: str) -> float:
     for first, last in pairwise(cuts):
         mask = torch.ones(2, last, dtype=torch.long)
         with torch.no_grad():
-            out = model(ids[:, first:last], past_key_values=past, use_cache=True, attention_mask=mask)
+            out = model(
+                ids[:, first:last], past_key_values=past, use_cache=True, attention_mask=mask
+            )
         past, read = out.past_key_values, [*read, out.logits[..., :META]]
     return error(torch.cat(read, dim=1), logits(model, ids))
 
@@ -341,7 +376,9 @@ def scored_columns_error(name: str) -> float:
         out.loss.backward()
         losses.append(out.loss.detach())
         gradients.append(gradients_of(model))
-    assert out.logits.shape[1] == LENGTH - 11  # the first eight, the last, and two that neither row is scored on
+    assert (
+        out.logits.shape[1] == LENGTH - 11
+    )  # the first eight, the last, and two that neither row is scored on
     expected, actual = gradients
     return max(far(*losses), *(far(actual[name], gradient) for name, gradient in expected.items()))
 
@@ -375,7 +412,12 @@ def generation_differences(name: str, ways: Sequence[dict[str, Any]] = WAYS) -> 
         outcomes = []
         for use_cache in (True, False):
             torch.manual_seed(6)
-            options = {"attention_mask": mask, "max_new_tokens": 11, "suppress_tokens": [2], "use_cache": use_cache}
+            options = {
+                "attention_mask": mask,
+                "max_new_tokens": 11,
+                "suppress_tokens": [2],
+                "use_cache": use_cache,
+            }
             outcomes.append(model.generate(ids, **options, **way))
         different += not torch.equal(*outcomes)
         assert META not in outcomes[0][:, LENGTH:]
@@ -405,7 +447,10 @@ def saved_error(name: str, make: Callable[[str], PreTrainedModel]) -> float:
         model.save_pretrained(folder)
         # For some saved bases the Auto class finds no class.
         auto = auto_class(name) if make is retrofitted else type(model)
-        return error(logits(auto.from_pretrained(folder).eval(), with_meta_tokens()), logits(model, with_meta_tokens()))
+        return error(
+            logits(auto.from_pretrained(folder).eval(), with_meta_tokens()),
+            logits(model, with_meta_tokens()),
+        )
 
 
 def put_together_error(name: str) -> float:
@@ -413,7 +458,10 @@ def put_together_error(name: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         model = shared(name)
         save_meta(model, folder)
-        return error(logits(load_meta(base(name), folder), with_meta_tokens()), logits(model, with_meta_tokens()))
+        return error(
+            logits(load_meta(base(name), folder), with_meta_tokens()),
+            logits(model, with_meta_tokens()),
+        )
 
 
 @torch.no_grad()
@@ -432,7 +480,9 @@ def base_cache_error(name: str) -> float:
         )
         out = model(**step)
         past, read = out.past_key_values, [*read, out.logits[:, -1:]]
-    whole = model(**model.prepare_inputs_for_generation(ids, attention_mask=mask, use_cache=False)).logits
+    whole = model(
+        **model.prepare_inputs_for_generation(ids, attention_mask=mask, use_cache=False)
+    ).logits
     return error(torch.cat(read, dim=1), whole[:, 11:])
 
 

@@ -35,13 +35,19 @@ BOTH_CALLERS = pytest.mark.parametrize("caller", QUICK_CALLERS)
 # The blocks that see all text; None: there is no text window.
 Blocks = Sequence[int] | None
 BLOCKS = pytest.mark.parametrize("full", [(), tuple(FULL)], ids=["text_window", "text_full_layers"])
-ALL_BLOCKS = pytest.mark.parametrize("full", [None, (), tuple(FULL)], ids=["all text", "window", "full layers"])
+ALL_BLOCKS = pytest.mark.parametrize(
+    "full", [None, (), tuple(FULL)], ids=["all text", "window", "full layers"]
+)
 
 
-def forgetful_retrofit(name: str, full: Blocks = FULL, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def forgetful_retrofit(
+    name: str, full: Blocks = FULL, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     """A retrofitted model whose meta-attention has an effect."""
     plain = base(name).to(dtype)
-    model = train_like(add_meta_attention(plain, meta_token_id=META, heads=2, head_size=16, freeze=False))
+    model = train_like(
+        add_meta_attention(plain, meta_token_id=META, heads=2, head_size=16, freeze=False)
+    )
     if full is not None:
         set_text_window(model, WINDOW, SINKS, full)
     return model
@@ -72,7 +78,9 @@ def tolerance_of(model: PreTrainedModel) -> float:
 
 
 @torch.no_grad()
-def expected_logits(caller: str, row: Sequence[int], full: Blocks = (), dtype: torch.dtype = torch.float32) -> Tensor:
+def expected_logits(
+    caller: str, row: Sequence[int], full: Blocks = (), dtype: torch.dtype = torch.float32
+) -> Tensor:
     """What `forgetful` should give for a row, (length, entries): a pass under masks that are written pair by pair."""
     masks = seen_in_blocks(shared_forgetful(caller, full), row)
     if caller in SETTINGS:
@@ -94,7 +102,9 @@ def block_masks(model: PreTrainedModel, masks: Tensor) -> Iterator[dict[str, Any
     length = masks.shape[-1]
 
     def with_mask(mask: Tensor, value: Any) -> Any:
-        is_mask = isinstance(value, Tensor) and value.ndim == 4 and value.shape[-2:] == mask.shape[-2:]
+        is_mask = (
+            isinstance(value, Tensor) and value.ndim == 4 and value.shape[-2:] == mask.shape[-2:]
+        )
         return mask if is_mask else value
 
     def replace_masks(mask: Tensor) -> Any:
@@ -111,7 +121,9 @@ def block_masks(model: PreTrainedModel, masks: Tensor) -> Iterator[dict[str, Any
     try:
         causal = torch.ones(length, length).tril().bool().expand(masks.shape[1], 1, -1, -1)
         yield {
-            "attention_mask": torch.zeros(causal.shape, dtype=model.dtype).masked_fill(~causal, hidden),
+            "attention_mask": torch.zeros(causal.shape, dtype=model.dtype).masked_fill(
+                ~causal, hidden
+            ),
             "position_ids": torch.arange(length).expand(masks.shape[1], -1),
             "use_cache": False,
         }
@@ -132,6 +144,8 @@ def expected_scores(caller: str, full: Blocks) -> Score:
     return score
 
 
-def generate_texts(model: PreTrainedModel, rows: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+def generate_texts(
+    model: PreTrainedModel, rows: Sequence[Sequence[int]], **options: Any
+) -> list[list[int]]:
     """The new ids for left-padded rows, which do not end early."""
     return generating.generate(model, rows, suppress_tokens=[EOS], **options).tolist()

@@ -8,7 +8,12 @@ import re
 from dataclasses import fields
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -59,7 +64,9 @@ FURTHER: dict[str, dict[str, Any]] = {
     "blenderbot-small": {"encoder_layers": LAYERS},
     "bamba": {"attn_layer_indices": [1]},
     "chameleon": {"vocabulary_map": {"<image>": 4}},
-    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [3, 3, 2]}}},
+    "ernie4_5_vl_moe": {
+        "text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [3, 3, 2]}}
+    },
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
@@ -77,7 +84,9 @@ def smaller(name: str, value: Any, length: int | None) -> Any:
     """The value of a field in a small model; the given value if it can stay."""
     if value is None and re.fullmatch(_NEEDED, name):
         value = ROWS
-    if name == "rope_parameters" and isinstance(value, dict) and "rope_type" in value:  # read by some models only
+    if (
+        name == "rope_parameters" and isinstance(value, dict) and "rope_type" in value
+    ):  # read by some models only
         half = int(HEAD // 2 * value.get("partial_rotary_factor", 1))
         return value | {"mrope_section": [half - half // 3 * 2, half // 3, half // 3]}
     if isinstance(value, bool) or value is None:
@@ -89,7 +98,11 @@ def smaller(name: str, value: Any, length: int | None) -> Any:
         return _TOKENS.index(name)
     if name == "forced_eos_token_id":
         return None
-    if isinstance(value, int) and re.fullmatch(r".*(_token_id|_token_index|_id|_index)", name) and value >= ROWS:
+    if (
+        isinstance(value, int)
+        and re.fullmatch(r".*(_token_id|_token_index|_id|_index)", name)
+        and value >= ROWS
+    ):
         return 3 + sum(name.encode()) % 300
     if isinstance(value, list | tuple) and length and len(value) == length and len(value) > LAYERS:
         kinds = list(dict.fromkeys(map(str, value)))
@@ -104,7 +117,9 @@ def shrunk(config_class: type[PreTrainedConfig], further: dict[str, Any]) -> Pre
     usual = vars(config_class())
     names = (config_class.attribute_map.get("num_hidden_layers"), "num_hidden_layers", "num_layers")
     length = next((usual[name] for name in names if name in usual), None)
-    declared = {field.name for field in fields(config_class)} - {field.name for field in fields(PreTrainedConfig)}
+    declared = {field.name for field in fields(config_class)} - {
+        field.name for field in fields(PreTrainedConfig)
+    }
     settings: dict[str, Any] = {}
     for name in declared | config_class.sub_configs.keys() | (usual.keys() & set(_TOKENS)):
         value = usual.get(name)
@@ -116,7 +131,9 @@ def shrunk(config_class: type[PreTrainedConfig], further: dict[str, Any]) -> Pre
             settings[name] = small_value
     if "kv_lora_rank" in declared:  # keys and values are computed per head
         settings["num_key_value_heads"] = HEADS
-    settings |= {name: value for name, value in further.items() if name not in config_class.sub_configs}
+    settings |= {
+        name: value for name, value in further.items() if name not in config_class.sub_configs
+    }
     return config_class(**settings)
 
 

@@ -37,9 +37,17 @@ def test_an_architecture(name: str, check: str) -> None:
 
 def test_a_table_that_is_narrower_than_the_blocks(tmp_path: Path) -> None:
     """As in OPT-350m, which projects its embeddings."""
-    sizes = {"vocab_size": ROWS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 96}
+    sizes = {
+        "vocab_size": ROWS,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "ffn_dim": 96,
+    }
     torch.manual_seed(0)
-    plain = OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=32, do_layer_norm_before=False)).eval()
+    plain = OPTForCausalLM(
+        OPTConfig(**sizes, word_embed_proj_dim=32, do_layer_norm_before=False)
+    ).eval()
     expected, ids = logits(plain, text()), with_meta_tokens()
     model = train_like(add_meta_attention(plain, **ADDED)).eval()
 
@@ -55,7 +63,11 @@ def test_a_table_that_is_narrower_than_the_blocks(tmp_path: Path) -> None:
 @pytest.mark.quick(name=["bloom", "gpt_oss", "llama", "qwen3_next"])
 @pytest.mark.parametrize("name", SOME)
 def test_meta_attention_does_something_at_meta_tokens_and_behind_them(name: str) -> None:
-    ids, model, untrained = with_meta_tokens(), retrofitted(name), add_meta_attention(base(name), **ADDED)
+    ids, model, untrained = (
+        with_meta_tokens(),
+        retrofitted(name),
+        add_meta_attention(base(name), **ADDED),
+    )
     if hasattr(model.config, "_experts_implementation"):
         # Each token alone: products over groups of other sizes round differently.
         model.set_experts_implementation("batched_mm")
@@ -104,15 +116,28 @@ def test_a_type_of_the_sweep(name: str) -> None:
 
 def test_blocks_that_share_keys_and_values_get_no_module(tmp_path: Path) -> None:
     """Gemma 4's small models have such blocks, which read only the positions whose logits are kept."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 8, "sliding_window": 8}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    sizes |= {
+        "vocab_size_per_layer_input": 320,
+        "hidden_size_per_layer_input": 8,
+        "sliding_window": 8,
+    }
     sizes |= {"vocab_size": 320, "head_dim": 16, "global_head_dim": 16}
     kinds = ["sliding_attention", "full_attention"] * 2
-    config = Gemma4TextConfig(**sizes, num_hidden_layers=4, layer_types=kinds, num_kv_shared_layers=2)
+    config = Gemma4TextConfig(
+        **sizes, num_hidden_layers=4, layer_types=kinds, num_kv_shared_layers=2
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
 
-    with pytest.raises(UserError, match=r"layers is \[1, 2\]; give a list of some of 0 to 1, ascending"):
+    with pytest.raises(
+        UserError, match=r"layers is \[1, 2\]; give a list of some of 0 to 1, ascending"
+    ):
         add_meta_attention(model, meta_token_id=META, layers=[1, 2])
     model = train_like(add_meta_attention(model, **ADDED))
     assert model.config.meta_attention["layers"] == [0, 1]
@@ -120,14 +145,25 @@ def test_blocks_that_share_keys_and_values_get_no_module(tmp_path: Path) -> None
     model, ids = AutoModelForCausalLM.from_pretrained(tmp_path).eval(), with_meta_tokens()
     whole = logits(model, ids)
     assert error(logits(model, ids, logits_to_keep=1), whole[:, -1:]) < ROUNDED
-    options = {"max_new_tokens": 9, "meta_every": 2, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+    options = {
+        "max_new_tokens": 9,
+        "meta_every": 2,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    assert torch.equal(
+        model.generate(ids, **options), model.generate(ids, use_cache=False, **options)
+    )
 
 
 @pytest.mark.parametrize("name", ["mllama", "moshi"])
 def test_a_head_with_fewer_rows_than_the_table(name: str) -> None:
     assert base(name).get_input_embeddings().weight.shape[0] > ROWS
-    with pytest.raises(UserError, match="has 320 rows, fewer than its table of embeddings: give, without a tokenizer"):
+    with pytest.raises(
+        UserError,
+        match="has 320 rows, fewer than its table of embeddings: give, without a tokenizer",
+    ):
         add_meta_attention(base(name), meta_token_id=ROWS)
     model = retrofitted(name)
     assert torch.equal(logits(model, text()), logits(base(name), text()))

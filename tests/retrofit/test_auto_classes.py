@@ -39,7 +39,9 @@ from tests.retrofit.architectures import (
     with_meta_tokens,
 )
 
-LLAMA4_FAILS = "Llama 4 with images reads an output that there is not: an AttributeError in each pass"
+LLAMA4_FAILS = (
+    "Llama 4 with images reads an output that there is not: an AttributeError in each pass"
+)
 WITH_ANOTHER_HEAD = pytest.mark.parametrize(
     ("name", "auto"),
     [
@@ -91,7 +93,9 @@ def test_a_new_head_is_trained_with_what_was_added(name: str, auto: Any, tmp_pat
 
 def test_the_pipeline_of_features(tmp_path: Path) -> None:
     trained = load_tokenizer("train:300", corpus=CORPUS)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained.backend_tokenizer, eos_token="<|endoftext|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=trained.backend_tokenizer, eos_token="<|endoftext|>"
+    )
     model = train_like(add_meta_attention(base("llama"), tokenizer, heads=2, head_size=16))
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -109,7 +113,8 @@ def test_adapters_of_peft_for_classes_of_texts(tmp_path: Path) -> None:
     retrofitted("llama").save_pretrained(tmp_path / "model")
     ids, parts = with_meta_tokens(), ["meta_attention", "meta_token", "score"]
     plain, other = (
-        AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=3) for _ in range(2)
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=3)
+        for _ in range(2)
     )
     lora = LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"], modules_to_save=parts)
     adapted = get_peft_model(plain, lora)
@@ -129,7 +134,12 @@ def test_adapters_of_peft_for_classes_of_texts(tmp_path: Path) -> None:
 @pytest.mark.quick(name=["gemma3", "llava:multimodal"])
 @pytest.mark.parametrize(
     "name",
-    ["gemma3", fails_in("5.24.0", "llama4:multimodal", why=LLAMA4_FAILS), "qwen2_vl:multimodal", "llava:multimodal"],
+    [
+        "gemma3",
+        fails_in("5.24.0", "llama4:multimodal", why=LLAMA4_FAILS),
+        "qwen2_vl:multimodal",
+        "llava:multimodal",
+    ],
 )
 def test_a_model_of_text_and_images(name: str, tmp_path: Path) -> None:
     model, ids = retrofitted(name), with_meta_tokens()
@@ -139,7 +149,9 @@ def test_a_model_of_text_and_images(name: str, tmp_path: Path) -> None:
         assert type(loaded) is type(model)
         assert torch.equal(logits(loaded, ids), logits(model, ids))
     body = AutoModel.from_pretrained(tmp_path).eval()
-    expected = model if type(body) is type(model) else model.base_model  # in Llama 4 the body is the whole model
+    expected = (
+        model if type(body) is type(model) else model.base_model
+    )  # in Llama 4 the body is the whole model
     with torch.no_grad():
         assert torch.equal(body(ids, use_cache=False)[0], expected(ids, use_cache=False)[0])
 

@@ -36,7 +36,10 @@ CHANGES: dict[str, tuple[Callable[[Cache], object], Tensor]] = {
 }
 # With sliding windows, and layers without keys, whose caches transformers can change in fewer ways.
 CASES = {
-    **{name: list(CHANGES) for name in ("rope-meta", "rope-causal", "rope-none", "llama", "gpt_neox", "bloom")},
+    **{
+        name: list(CHANGES)
+        for name in ("rope-meta", "rope-causal", "rope-none", "llama", "gpt_neox", "bloom")
+    },
     "gemma3_text": ["copied", "reordered", "selected", "repeated", "reset"],
     "qwen3_next": ["copied", "reordered"],
 }
@@ -44,7 +47,8 @@ CASES = {
 
 @pytest.mark.quick(caller=["rope-meta", "llama", "gemma3_text", "qwen3_next"])
 @pytest.mark.parametrize(
-    ("caller", "change"), [(caller, change) for caller, changes in CASES.items() for change in changes]
+    ("caller", "change"),
+    [(caller, change) for caller, changes in CASES.items() for change in changes],
 )
 @torch.no_grad()
 def test_a_cache_that_was_changed_goes_on(caller: str, change: str) -> None:
@@ -55,7 +59,9 @@ def test_a_cache_that_was_changed_goes_on(caller: str, change: str) -> None:
 
     rest = REST[:1].expand(len(held), -1)
     mask = torch.ones(len(held), held.shape[1] + rest.shape[1], dtype=torch.long)
-    after = model(rest, past_key_values=cache, use_cache=True, attention_mask=mask).logits[..., :META]
+    after = model(rest, past_key_values=cache, use_cache=True, attention_mask=mask).logits[
+        ..., :META
+    ]
     expected = logits(model, torch.cat([held, rest], dim=1))[:, held.shape[1] :]
     assert_close(after, expected, rounded(model))
 
@@ -64,14 +70,29 @@ def test_blocks_with_a_state_forget_tokens_that_were_guessed_wrong() -> None:
     """Such a layer of the cache has no length by which its meta-tokens could be found."""
     model = shared("lfm2_moe")
     with_metas = with_meta_tokens()[:1]
-    ids = torch.where(with_metas == META, META, with_metas % 12 + 1)  # few words, so that guesses are right
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    ids = torch.where(
+        with_metas == META, META, with_metas % 12 + 1
+    )  # few words, so that guesses are right
+    options = {
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 20,
+        "do_sample": False,
+        "eos_token_id": None,
+    }
     expected = model.generate(ids, use_cache=False, **options)
 
     assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), expected)
 
 
-STAYING = [0, 1, 3, 7, 11, 12, 13]  # the first two tokens, the meta-tokens (every fourth), and a window
+STAYING = [
+    0,
+    1,
+    3,
+    7,
+    11,
+    12,
+    13,
+]  # the first two tokens, the meta-tokens (every fourth), and a window
 COMPRESSED = pytest.mark.parametrize("caller", ["rope-meta", "llama", "gpt_neox"])
 
 
@@ -84,7 +105,9 @@ def ids_of_compressed() -> Tensor:
 
 
 @torch.no_grad()
-def compressed(model: PreTrainedModel, entries: list[int] | slice = STAYING, read: int = READ) -> Cache:
+def compressed(
+    model: PreTrainedModel, entries: list[int] | slice = STAYING, read: int = READ
+) -> Cache:
     """A cache of the first tokens without some entries, as methods that compress caches leave it."""
     cache = model(ids_of_compressed()[:, :read], use_cache=True).past_key_values
     for layer in cache.layers:
@@ -106,10 +129,14 @@ def test_a_cache_from_which_entries_were_dropped(caller: str) -> None:
     cache, pieces = compressed(model), []
     for start, end in ((READ, READ + 4), (READ + 4, LENGTH)):
         positions = torch.arange(start, end).expand(2, -1)
-        pieces.append(model(ids[:, start:end], past_key_values=cache, position_ids=positions).logits)
+        pieces.append(
+            model(ids[:, start:end], past_key_values=cache, position_ids=positions).logits
+        )
 
     assert_close(torch.cat(pieces, dim=1)[..., :META], expected, rounded(model))
-    with pytest.raises(UserError, match="entries were dropped from this cache, so that it cannot be cropped"):
+    with pytest.raises(
+        UserError, match="entries were dropped from this cache, so that it cannot be cropped"
+    ):
         cache.crop(-2)
 
 
@@ -117,7 +144,9 @@ def test_a_cache_from_which_entries_were_dropped(caller: str) -> None:
 @torch.no_grad()
 def test_what_a_compressed_cache_cannot_do_is_refused(caller: str) -> None:
     model, rest = shared_model_of(caller), ids_of_compressed()[:, READ : READ + 4]
-    with pytest.raises(UserError, match="is not after that of the last meta-token in the cache: give position_ids"):
+    with pytest.raises(
+        UserError, match="is not after that of the last meta-token in the cache: give position_ids"
+    ):
         model(rest, past_key_values=compressed(model))
     positions = torch.arange(READ, READ + 4).expand(2, -1)
     mask = torch.ones(2, 1, 4, len(STAYING) + 4).tril(len(STAYING)).bool()

@@ -16,7 +16,16 @@ from tests.retrofit.architectures import META, base, logits, with_meta_tokens
 
 MEASURED = {"model": "x", "task": "parity", "metric": "exact_match", "seed": 0}
 RESULTS = [
-    Result(**MEASURED, condition="landmark", length=128, value=0.91, n=500, low=0.88, high=0.93, chance=0.5),
+    Result(
+        **MEASURED,
+        condition="landmark",
+        length=128,
+        value=0.91,
+        n=500,
+        low=0.88,
+        high=0.93,
+        chance=0.5,
+    ),
     Result(**MEASURED, condition="paper", length=4096, value=None, n=0),
 ]
 
@@ -55,12 +64,16 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def model(tmp_path: Path) -> PreTrainedModel:
     """A retrofitted model whose base has a card."""
     base("llama").save_pretrained(tmp_path / "base")
-    ModelCard(f"---\n{ModelCardData(license='apache-2.0').to_yaml()}\n---\n").save(tmp_path / "base" / "README.md")
+    ModelCard(f"---\n{ModelCardData(license='apache-2.0').to_yaml()}\n---\n").save(
+        tmp_path / "base" / "README.md"
+    )
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     return add_meta_attention(plain, meta_token_id=META, heads=2, head_size=16).eval()
 
 
-def test_a_card_says_what_how_and_under_which_licence(repository: Path, model: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_card_says_what_how_and_under_which_licence(
+    repository: Path, model: PreTrainedModel, tmp_path: Path
+) -> None:
     assert model.push_to_hub("me/mine", trained="1,000 steps on C4.", results=RESULTS) == "commit"
     card = ModelCard((repository / "README.md").read_text())
     assert card.data.license == "apache-2.0"
@@ -84,7 +97,9 @@ def test_a_card_that_is_there_is_kept(repository: Path, model: PreTrainedModel) 
 
 
 def test_what_is_not_known_is_said(repository: Path) -> None:
-    add_meta_attention(base("llama"), meta_token_id=META, layers=[]).push_to_hub("me/mine", licence="mit")
+    add_meta_attention(base("llama"), meta_token_id=META, layers=[]).push_to_hub(
+        "me/mine", licence="mit"
+    )
     card = ModelCard((repository / "README.md").read_text())
 
     assert card.data.license == "mit"
@@ -93,4 +108,7 @@ def test_what_is_not_known_is_said(repository: Path) -> None:
     assert "No results were given." in card.text
     assert "they attend" not in card.text
     add_meta_attention(base("llama"), meta_token_id=META).push_to_hub("me/other")
-    assert "The base's, which was not found when this card was written" in (repository / "README.md").read_text()
+    assert (
+        "The base's, which was not found when this card was written"
+        in (repository / "README.md").read_text()
+    )

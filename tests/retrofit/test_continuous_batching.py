@@ -42,15 +42,26 @@ def prompts_of(lengths: tuple[int, ...] = (5, 9, 17, 28, 3, 26)) -> list[list[in
 PROMPTS = prompts_of()
 
 
-def apart(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, **options: Any) -> list[list[int]]:
+def apart(
+    model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, **options: Any
+) -> list[list[int]]:
     """What `generate` gives for each prompt."""
-    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None} | options
+    options = {
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    } | options
     rows = [(prompt, model.generate(torch.tensor([prompt]), **options)[0]) for prompt in prompts]
     return [row[len(prompt) :].tolist() for prompt, row in rows]
 
 
 def together(
-    model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, blocks: int = 24, eos: int = -1, **options: Any
+    model: PreTrainedModel,
+    prompts: list[list[int]] = PROMPTS,
+    blocks: int = 24,
+    eos: int = -1,
+    **options: Any,
 ) -> list[list[int]]:
     """What `generate_batch` gives for all prompts."""
     outputs = model.generate_batch(
@@ -63,7 +74,9 @@ def together(
     return [output.generated_tokens for output in outputs.values()]
 
 
-@pytest.mark.quick(caller=["learned-causal", "none-meta", "rope-none", "gemma3_text", "gpt2", "llama"])
+@pytest.mark.quick(
+    caller=["learned-causal", "none-meta", "rope-none", "gemma3_text", "gpt2", "llama"]
+)
 @pytest.mark.parametrize("meta_every", [0, 1, 3])
 @pytest.mark.parametrize("caller", [*WITHOUT_SCALE, *RETROFITS])
 def test_it_equals_generate(caller: str, meta_every: int) -> None:
@@ -122,7 +135,9 @@ def test_heads_that_need_several_layers() -> None:
 
     assert together(model, meta_every=2) == expected
     # A cache of a fixed size has one layer for each module, also after an engine had several.
-    assert apart(model, meta_every=2, cache_implementation="static", disable_compile=True) == expected
+    assert (
+        apart(model, meta_every=2, cache_implementation="static", disable_compile=True) == expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,7 +149,9 @@ def test_heads_that_need_several_layers() -> None:
         ("mistral", {}, "needs a block without a sliding window"),
     ],
 )
-def test_what_an_engine_would_get_wrong_is_refused(caller: str, fields: dict[str, Any], complaint: str) -> None:
+def test_what_an_engine_would_get_wrong_is_refused(
+    caller: str, fields: dict[str, Any], complaint: str
+) -> None:
     with pytest.raises(UserError, match=complaint):
         model_of(caller, **fields).generate_batch([[1, 2, META, 3]])
 

@@ -15,7 +15,9 @@ from tests.forked import Run
 from tests.model.tiny_models import tiny_model
 from tests.retrofit.architectures import META, ROWS, retrofitted, text, with_meta_tokens
 
-pytestmark = pytest.mark.skipif(not distributed.is_gloo_available(), reason="this torch has no gloo")
+pytestmark = pytest.mark.skipif(
+    not distributed.is_gloo_available(), reason="this torch has no gloo"
+)
 
 
 def batch() -> Tensor:
@@ -53,7 +55,9 @@ def compute(name: str, kind: str, dtype: torch.dtype, window: int | None, out: P
         assert all(isinstance(weight, DTensor) for weight in model.parameters())
     else:
         model = DistributedDataParallel(model)
-    shared = gradients(model, batch()[2 * rank : 2 * rank + 2], scale=2)  # both wrappers average over the processes
+    shared = gradients(
+        model, batch()[2 * rank : 2 * rank + 2], scale=2
+    )  # both wrappers average over the processes
     if kind == "fsdp":
         shared = {name: gradient.full_tensor() for name, gradient in shared.items()}
     if rank == 0:

@@ -14,7 +14,13 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
 
 from metatokens import add_meta_attention, freeze_base, save_meta
 from metatokens.errors import UserError
@@ -40,8 +46,12 @@ from tests.retrofit.architectures import (
 from tests.retrofit.callers import model_of
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:'pin_memory' argument"),  # Trainer's default, where there is no GPU
-    pytest.mark.filterwarnings("ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning"),  # PEFT's own
+    pytest.mark.filterwarnings(
+        "ignore:'pin_memory' argument"
+    ),  # Trainer's default, where there is no GPU
+    pytest.mark.filterwarnings(
+        "ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning"
+    ),  # PEFT's own
 ]
 LORA = peft.LoraConfig(
     task_type="CAUSAL_LM",
@@ -86,7 +96,9 @@ def test_ids_of_rows_that_pad_the_table_are_not_trained(caller: str) -> None:
         model = tiny_model(vocab_size=128, unpadded_vocab_size=64)
     else:
         words = WordLevel({str(number): number for number in range(ROWS)})
-        model = add_meta_attention(base("llama"), PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)))
+        model = add_meta_attention(
+            base("llama"), PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
+        )
     added = model.config.unpadded_vocab_size
     ids = torch.tensor([[3, model.config.meta_token_id, added, 5]])
     assert added < len(model.get_input_embeddings().weight)
@@ -94,14 +106,18 @@ def test_ids_of_rows_that_pad_the_table_are_not_trained(caller: str) -> None:
 
     model.train()
     for _ in range(2):  # a cell of a notebook is run again
-        with pytest.raises(UserError, match=r"has the id \d+, and the model uses \d+ entries of its table"):
+        with pytest.raises(
+            UserError, match=r"has the id \d+, and the model uses \d+ entries of its table"
+        ):
             model(ids, labels=ids)
     model.resize_token_embeddings(added + 1, pad_to_multiple_of=64)
     model(ids, labels=ids).loss.backward()
 
 
 @BOTH_CALLERS
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore::torch.jit.TracerWarning", "ignore:.torch.jit.trace:DeprecationWarning"
+)
 def test_a_trace_is_refused(caller: str) -> None:
     model, ids = model_of(caller), with_meta_tokens()
     for example in (ids, text()):  # with meta-tokens, and without
@@ -117,7 +133,9 @@ def continue_pickled(folder: Path) -> None:
     """Go on with models and caches in a process that has made neither, and write the logits."""
     pairs = pickle.loads((folder / "pairs").read_bytes())
     ids = with_meta_tokens()[:, :1]
-    torch.save([model(ids, past_key_values=cache).logits for model, cache in pairs], folder / "logits.pt")
+    torch.save(
+        [model(ids, past_key_values=cache).logits for model, cache in pairs], folder / "logits.pt"
+    )
 
 
 def test_a_pickle_is_read_by_another_process(tmp_path: Path, run_ranks: Run) -> None:
@@ -130,7 +148,9 @@ def test_a_pickle_is_read_by_another_process(tmp_path: Path, run_ranks: Run) -> 
     run_ranks(1, continue_pickled, tmp_path)
 
     for ours, theirs in zip(expected, torch.load(tmp_path / "logits.pt"), strict=True):
-        assert error(ours, theirs) < ROUNDED  # not bit for bit: some processors round by the place in memory
+        assert (
+            error(ours, theirs) < ROUNDED
+        )  # not bit for bit: some processors round by the place in memory
 
 
 # --- Trainer
@@ -144,7 +164,13 @@ ITEMS = [
 
 
 def trainer_of(model: PreTrainedModel, out: Path, steps: int, **options: Any) -> Trainer:
-    quiet = {"report_to": [], "logging_steps": 1, "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
+    quiet = {
+        "report_to": [],
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "save_strategy": "no",
+    }
     usual = {"learning_rate": 5e-3, "per_device_train_batch_size": 4, "seed": 0}
     arguments = TrainingArguments(out, max_steps=steps, **quiet | usual | options)
     return Trainer(model, arguments, train_dataset=ITEMS)
@@ -170,7 +196,9 @@ def test_trainer_changes_the_new_weights_alone_and_resumes(name: str, tmp_path: 
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0]
-    changed = {key for key, weight in model.named_parameters() if not torch.equal(weight, before[key])}
+    changed = {
+        key for key, weight in model.named_parameters() if not torch.equal(weight, before[key])
+    }
     assert changed == set(filter(is_added, before))
     assert error(logits(model, text()), logits(base(name), text())) == 0.0
 
@@ -182,7 +210,9 @@ def test_trainer_changes_the_new_weights_alone_and_resumes(name: str, tmp_path: 
 # In half precision, a step of 1e-5 would not change a weight of 1, the initial weight of norms.
 @pytest.mark.quick(options=[{"bf16": True}])
 @pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["as it is", "under autocast"])
-def test_trainer_moves_what_was_added_to_a_base_in_half_precision(options: dict[str, Any], tmp_path: Path) -> None:
+def test_trainer_moves_what_was_added_to_a_base_in_half_precision(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     base("llama").bfloat16().save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     model = train_like(add_meta_attention(AutoModelForCausalLM.from_pretrained(tmp_path), **ADDED))
@@ -211,7 +241,9 @@ def test_a_training_that_leaves_out_what_was_added_says_so(tmp_path: Path) -> No
         without_meta_tokens.train()
 
     lora = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
-    with pytest.warns(UserWarning, match="nothing of what add_meta_attention added is trained") as caught:
+    with pytest.warns(
+        UserWarning, match="nothing of what add_meta_attention added is trained"
+    ) as caught:
         trainer_of(peft.get_peft_model(model, lora), tmp_path, 3).train()
     messages = [str(warning.message) for warning in caught if "meta" in str(warning.message)]
     assert len(messages) == 1
@@ -230,12 +262,18 @@ def test_copied_blocks_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "choices", [{"target_modules": ["embed_tokens"]}, {"target_modules": ["q_proj"], "trainable_token_indices": [5]}]
+    "choices",
+    [
+        {"target_modules": ["embed_tokens"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [5]},
+    ],
 )
 def test_adapters_around_the_embeddings_are_refused(choices: dict[str, Any]) -> None:
     """They bypass the meta-token's row, which is not in the table."""
     model = peft.get_peft_model(retrofitted("llama"), peft.LoraConfig(r=4, **choices))
-    with pytest.raises(UserError, match="around the embeddings bypasses the meta-token's; train them by modules_to"):
+    with pytest.raises(
+        UserError, match="around the embeddings bypasses the meta-token's; train them by modules_to"
+    ):
         model(input_ids=with_meta_tokens())
 
 
@@ -274,7 +312,9 @@ def test_an_adapter_that_names_the_meta_token_and_its_table(
 @pytest.mark.parametrize(
     ("first", "second"), [(["embed_tokens"], ["meta_token"]), ([], ["meta_token", "embed_tokens"])]
 )
-def test_adapters_that_differ_in_the_table_and_its_meta_token_are_refused(first: list[str], second: list[str]) -> None:
+def test_adapters_that_differ_in_the_table_and_its_meta_token_are_refused(
+    first: list[str], second: list[str]
+) -> None:
     adapted = peft.get_peft_model(
         retrofitted("llama"), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=first)
     )
@@ -320,7 +360,9 @@ def test_embeddings_in_half_precision_under_autocast() -> None:
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         in_half = model(inputs_embeds=embeddings.bfloat16(), use_cache=False).logits[..., :META]
-        rounded = model(inputs_embeds=embeddings.bfloat16().float(), use_cache=False).logits[..., :META]
+        rounded = model(inputs_embeds=embeddings.bfloat16().float(), use_cache=False).logits[
+            ..., :META
+        ]
 
     roundings = decoder_roundings(torch.bfloat16, blocks=3, width=64, length=LENGTH)
     bound = rounding_bound(torch.bfloat16, roundings, float(expected.std()))
@@ -328,7 +370,9 @@ def test_embeddings_in_half_precision_under_autocast() -> None:
     assert error(rounded, expected) > bound  # in float32 none is exactly the meta-token's
 
 
-@pytest.mark.filterwarnings("ignore:.*on a device type different")  # transformers' own, before 5.23, of any such model
+@pytest.mark.filterwarnings(
+    "ignore:.*on a device type different"
+)  # transformers' own, before 5.23, of any such model
 @pytest.mark.parametrize(("name", "is_base_offloaded"), [("llama", False), ("gpt_neox", True)])
 def test_weights_that_accelerate_keeps_elsewhere(name: str, is_base_offloaded: bool) -> None:
     ids, plain = with_meta_tokens(), shared(name)
@@ -350,7 +394,9 @@ def test_a_base_in_eight_bits(tmp_path: Path) -> None:
     from transformers import BitsAndBytesConfig
 
     def load(folder: Path) -> PreTrainedModel:
-        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+        return AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True)
+        )
 
     base("llama").save_pretrained(tmp_path / "base")
     plain, ids = load(tmp_path / "base"), with_meta_tokens()
@@ -368,5 +414,7 @@ def test_a_base_in_eight_bits(tmp_path: Path) -> None:
     for name, weight in load_file(tmp_path / "added" / "meta_tokens.safetensors").items():
         assert torch.equal(weight, shared("llama").get_parameter(name)), name
     freeze_base(wide, trained=True)  # except quantised weights
-    lora = peft.get_peft_model(model, deepcopy(LORA))  # without adapters, Trainer refuses quantised models
+    lora = peft.get_peft_model(
+        model, deepcopy(LORA)
+    )  # without adapters, Trainer refuses quantised models
     trainer_of(lora, tmp_path / "run", 2).train()

@@ -71,7 +71,9 @@ def test_both_passes_are_as_if_alone(kind: str, ids: torch.Tensor, part_name: st
 
 @pytest.mark.parametrize("exception", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("stage", ["before the pass", "inside the pass", "refused inputs"])
-def test_an_error_inside_leaves_the_outer_pass_as_it_is(stage: str, exception: type[BaseException]) -> None:
+def test_an_error_inside_leaves_the_outer_pass_as_it_is(
+    stage: str, exception: type[BaseException]
+) -> None:
     outer, inner = retrofitted("llama"), retrofitted("llama")
     expected = logits(outer, OUTER)
 

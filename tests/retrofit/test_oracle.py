@@ -11,7 +11,16 @@ from transformers.masking_utils import create_causal_mask
 
 from metatokens import add_meta_attention, save_meta
 from metatokens.errors import UserError
-from tests.retrofit.architectures import META, ROUNDED, base, error, logits, shared, train_like, with_meta_tokens
+from tests.retrofit.architectures import (
+    META,
+    ROUNDED,
+    base,
+    error,
+    logits,
+    shared,
+    train_like,
+    with_meta_tokens,
+)
 
 HEADS, SIZE, LAYERS = 3, 10, (0, 2)
 IDS = with_meta_tokens()
@@ -31,13 +40,18 @@ def meta_attention(states: Tensor, positions: list[int], weights: dict[str, Tens
     """What is added at one row's meta-tokens; states (meta-tokens, width)."""
     mean, variance = states.mean(-1, keepdim=True), states.var(-1, keepdim=True, correction=0)
     normed = (states - mean) / (variance + 1e-5).sqrt() * weights["norm.weight"]
-    queries, keys, values = (normed @ part.T for part in weights["attention.qkv_proj.weight"].chunk(3))
+    queries, keys, values = (
+        normed @ part.T for part in weights["attention.qkv_proj.weight"].chunk(3)
+    )
     out = torch.zeros(len(positions), HEADS * SIZE)
     for head in range(HEADS):
         features = slice(head * SIZE, (head + 1) * SIZE)
         for i, position in enumerate(positions):
             query = rotated(queries[i, features], position)
-            scores = [query @ rotated(keys[j, features], positions[j]) / math.sqrt(SIZE) for j in range(i + 1)]
+            scores = [
+                query @ rotated(keys[j, features], positions[j]) / math.sqrt(SIZE)
+                for j in range(i + 1)
+            ]
             shares = torch.stack(scores).softmax(0)
             out[i, features] = shares @ values[: i + 1, features]
     return out @ weights["attention.out_proj.weight"].T
@@ -45,7 +59,11 @@ def meta_attention(states: Tensor, positions: list[int], weights: dict[str, Tens
 
 def add_by_formula(x: Tensor, added: dict[str, Tensor], prefix: str) -> None:
     """Add one block's meta-attention to the states x, (batch, length, width), in place."""
-    weights = {name.removeprefix(prefix): weight for name, weight in added.items() if name.startswith(prefix)}
+    weights = {
+        name.removeprefix(prefix): weight
+        for name, weight in added.items()
+        if name.startswith(prefix)
+    }
     for row, ids in enumerate(IDS):
         positions = (ids == META).nonzero()[:, 0].tolist()
         x[row, positions] += meta_attention(x[row, positions], positions, weights)
@@ -54,7 +72,9 @@ def add_by_formula(x: Tensor, added: dict[str, Tensor], prefix: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("layers", [LAYERS, ()])
 def test_a_llama_with_meta_attention(layers: tuple[int, ...], tmp_path: Path) -> None:
-    model = add_meta_attention(base("llama"), meta_token_id=META, heads=HEADS, head_size=SIZE, layers=layers)
+    model = add_meta_attention(
+        base("llama"), meta_token_id=META, heads=HEADS, head_size=SIZE, layers=layers
+    )
     train_like(model).get_input_embeddings().meta_token.weight.normal_(0, 0.08)
     save_meta(model, tmp_path)
     added, plain = load_file(tmp_path / "meta_tokens.safetensors"), base("llama")
@@ -63,10 +83,18 @@ def test_a_llama_with_meta_attention(layers: tuple[int, ...], tmp_path: Path) ->
     x = plain.model.embed_tokens(IDS)
     x[IDS == META] = added["model.embed_tokens.meta_token.weight"]
     positions = torch.arange(IDS.shape[1])[None]
-    rotary, mask = plain.model.rotary_emb(x, positions), create_causal_mask(plain.config, x, None, None)
+    rotary, mask = (
+        plain.model.rotary_emb(x, positions),
+        create_causal_mask(plain.config, x, None, None),
+    )
     for index, block in enumerate(plain.model.layers):
         normed = block.input_layernorm(x)
-        x = x + block.self_attn(normed, position_embeddings=rotary, attention_mask=mask, position_ids=positions)[0]
+        x = (
+            x
+            + block.self_attn(
+                normed, position_embeddings=rotary, attention_mask=mask, position_ids=positions
+            )[0]
+        )
         if index in layers:
             add_by_formula(x, added, f"model.layers.{index}.meta_attention.")
         x = x + block.mlp(block.post_attention_layernorm(x))
@@ -78,7 +106,9 @@ def test_a_llama_with_meta_attention(layers: tuple[int, ...], tmp_path: Path) ->
 @torch.no_grad()
 def test_a_bloom_with_meta_attention(tmp_path: Path) -> None:
     """BLOOM's attention receives the residual stream, and returns the sum."""
-    model = train_like(add_meta_attention(base("bloom"), meta_token_id=META, heads=HEADS, head_size=SIZE))
+    model = train_like(
+        add_meta_attention(base("bloom"), meta_token_id=META, heads=HEADS, head_size=SIZE)
+    )
     save_meta(model, tmp_path)
     added, plain = load_file(tmp_path / "meta_tokens.safetensors"), base("bloom")
     body = plain.transformer
@@ -108,6 +138,8 @@ def test_no_meta_token_is_put_in_beyond_a_learned_table(name: str) -> None:
 
     # A collator that inserts meta-tokens makes sequences longer than the table.
     longer = torch.cat([ids, torch.full((1, 9), META)], dim=1)
-    with pytest.raises(UserError, match=f"of {size + 1} tokens is longer than the {size} learned positions of this"):
+    with pytest.raises(
+        UserError, match=f"of {size + 1} tokens is longer than the {size} learned positions of this"
+    ):
         model(longer)
     assert model(longer[:, 1:]).logits.shape[1] == size

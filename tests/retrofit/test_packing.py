@@ -10,7 +10,16 @@ from packaging.version import Version
 from metatokens.errors import UserError
 from tests.gradients import gradients_far
 from tests.numbers import decoder_roundings, rounding_bound
-from tests.retrofit.architectures import META, ROUNDED, ROUNDED_GRADIENT, base, error, logits, retrofitted, shared
+from tests.retrofit.architectures import (
+    META,
+    ROUNDED,
+    ROUNDED_GRADIENT,
+    base,
+    error,
+    logits,
+    retrofitted,
+    shared,
+)
 from tests.retrofit.packed import SEQUENCES, alone, block_mask, packed
 
 NAMES = (
@@ -18,7 +27,9 @@ NAMES = (
     "mixtral", "modernbert-decoder", "olmo2", "phi", "qwen3",
 )  # fmt: skip
 JOINED = ["biogpt", "gpt_oss", "opt"]
-if Version(transformers.__version__) < Version("5.24"):  # which keeps the sequences of this one apart
+if Version(transformers.__version__) < Version(
+    "5.24"
+):  # which keeps the sequences of this one apart
     JOINED.append("falcon")
 JOINS = "this base lets sequences that are packed into one row see one another"
 
@@ -69,10 +80,15 @@ def test_a_mask_beside_a_window_that_slides(name: str) -> None:
     model, mask = shared(name), block_mask()
     batch = {key: packed()[key] for key in ("input_ids", "position_ids")}
 
-    with pytest.raises(UserError, match="does not define which meta-tokens see one another; give a dictionary"):
+    with pytest.raises(
+        UserError, match="does not define which meta-tokens see one another; give a dictionary"
+    ):
         model(**batch, attention_mask=mask, use_cache=False)
     if name == "gemma3_text":
-        masks = {"full_attention": mask, "sliding_attention": mask.triu(1 - model.config.sliding_window)}
+        masks = {
+            "full_attention": mask,
+            "sliding_attention": mask.triu(1 - model.config.sliding_window),
+        }
         got = model(**batch, attention_mask=masks, use_cache=False).logits[..., :META]
         assert error(got, alone(model)) < ROUNDED
 
@@ -87,10 +103,14 @@ def test_a_graph_of_a_base_that_does_not_keep_them_apart_refuses_them(is_exporte
     positions = torch.arange(batch["input_ids"].shape[1])[None]
     run: Any = torch.compile(model, backend="eager", fullgraph=True)
     if is_exported:
-        run = torch.export.export(model, (), {**inputs, "position_ids": positions}, strict=False).module()
+        run = torch.export.export(
+            model, (), {**inputs, "position_ids": positions}, strict=False
+        ).module()
     as_one_sequence = run(**inputs, position_ids=positions).logits[..., :META]
 
-    assert error(as_one_sequence, logits(model, batch["input_ids"], position_ids=positions)) < ROUNDED
+    assert (
+        error(as_one_sequence, logits(model, batch["input_ids"], position_ids=positions)) < ROUNDED
+    )
     with pytest.raises(RuntimeError, match=JOINS):
         run(**inputs, position_ids=batch["position_ids"])
 
@@ -112,7 +132,9 @@ def test_a_base_that_does_not_keep_them_apart_is_refused(name: str, attention: s
 
 def test_blocks_with_a_state_need_more_than_positions() -> None:
     batch = packed()
-    with pytest.raises(UserError, match="keep packed sequences apart by cu_seq_lens_q and seq_idx alone"):
+    with pytest.raises(
+        UserError, match="keep packed sequences apart by cu_seq_lens_q and seq_idx alone"
+    ):
         shared("qwen3_next")(batch["input_ids"], position_ids=batch["position_ids"])
 
 

@@ -98,12 +98,16 @@ def test_a_whole_model_is_written_and_read(saved_whole: Path, tmp_path: Path) ->
 
     loaded = AutoModelForCausalLM.from_pretrained(saved_whole, device_map="cpu")
     assert isinstance(loaded, LlamaForCausalLM)
-    assert torch.equal(logits(loaded.eval(), with_meta_tokens()), logits(shared("llama"), with_meta_tokens()))
+    assert torch.equal(
+        logits(loaded.eval(), with_meta_tokens()), logits(shared("llama"), with_meta_tokens())
+    )
 
     loaded.save_pretrained(tmp_path, max_shard_size="200KB")
     assert json.loads((tmp_path / "config.json").read_text()) == config
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert torch.equal(logits(again, with_meta_tokens()), logits(shared("llama"), with_meta_tokens()))
+    assert torch.equal(
+        logits(again, with_meta_tokens()), logits(shared("llama"), with_meta_tokens())
+    )
 
 
 def test_a_delta_holds_what_was_added_alone(saved_delta: Path) -> None:
@@ -149,7 +153,9 @@ def test_a_retrofitted_model_does_not_have_the_name_of_its_base(tmp_path: Path) 
 @pytest.mark.parametrize("name", ["llama", "bloom", "gpt_neox"])
 def test_a_table_grows_for_a_tokenizer_and_comes_back(name: str, tmp_path: Path) -> None:
     trained = load_tokenizer(f"train:{ROWS}", corpus=CORPUS)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained.backend_tokenizer, eos_token="<|endoftext|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=trained.backend_tokenizer, eos_token="<|endoftext|>"
+    )
     model = add_meta_attention(base(name), tokenizer, heads=2, head_size=16)
 
     rows = model.get_input_embeddings().weight
@@ -179,10 +185,17 @@ def test_a_meta_token_that_the_tokenizer_has_is_used() -> None:
 
 @pytest.mark.parametrize(
     ("separators", "averaged"),
-    [([" ", "\n", ","], [0, 1, 2]), (["Ġ", "Ċ", ","], [0, 1, 2]), (["▁", "<0x0A>"], [0, 1]), ([], range(200))],
+    [
+        ([" ", "\n", ","], [0, 1, 2]),
+        (["Ġ", "Ċ", ","], [0, 1, 2]),
+        (["▁", "<0x0A>"], [0, 1]),
+        ([], range(200)),
+    ],
     ids=str,
 )
-def test_the_meta_token_begins_at_the_mean_of_separators(separators: list[str], averaged: Sequence[int]) -> None:
+def test_the_meta_token_begins_at_the_mean_of_separators(
+    separators: list[str], averaged: Sequence[int]
+) -> None:
     words = [*separators, *numbered_words(200)]
     model = base("llama")
     table = model.get_input_embeddings().weight.detach().clone()
@@ -252,7 +265,9 @@ def test_a_release_that_knows_of_further_settings_knows_the_base() -> None:
     sizes = {"hidden_size": 64, "num_attention_heads": 4}
     assert "further" in Later(**sizes).to_dict()
     assert settings_of(Later(**sizes)) == settings_of(LlamaConfig(**sizes))
-    assert settings_of(Later(**sizes, further=4)) == settings_of(LlamaConfig(**sizes)) | {"further": 4}
+    assert settings_of(Later(**sizes, further=4)) == settings_of(LlamaConfig(**sizes)) | {
+        "further": 4
+    }
 
 
 @pytest.mark.parametrize(
@@ -312,8 +327,14 @@ def test_a_base_that_was_trained_is_not_left_out(tmp_path: Path) -> None:
         if "lora_B" in name:
             weight.data.add_(0.01)
 
-    for changed in (adapted.merge_and_unload(), model, AutoModelForCausalLM.from_pretrained(tmp_path / "whole")):
-        with pytest.raises(UserError, match=r"weights are not those .* Save the whole model, by save_pretrained"):
+    for changed in (
+        adapted.merge_and_unload(),
+        model,
+        AutoModelForCausalLM.from_pretrained(tmp_path / "whole"),
+    ):
+        with pytest.raises(
+            UserError, match=r"weights are not those .* Save the whole model, by save_pretrained"
+        ):
             save_meta(changed, tmp_path / "delta")
     assert not (tmp_path / "delta").exists()
 
@@ -321,9 +342,15 @@ def test_a_base_that_was_trained_is_not_left_out(tmp_path: Path) -> None:
 @pytest.mark.quick(name=["llama"])
 @pytest.mark.parametrize(
     ("name", "trained", "row"),
-    [("llama", "embed_tokens", ROWS - 2), ("qwen3_moe", "experts", 1), ("gptj", "lm_head", ROWS - 2)],
+    [
+        ("llama", "embed_tokens", ROWS - 2),
+        ("qwen3_moe", "experts", 1),
+        ("gptj", "lm_head", ROWS - 2),
+    ],
 )
-def test_a_base_of_which_little_was_trained_is_another_base(name: str, trained: str, row: int, tmp_path: Path) -> None:
+def test_a_base_of_which_little_was_trained_is_another_base(
+    name: str, trained: str, row: int, tmp_path: Path
+) -> None:
     """One row of a table, or one expert; the table and the head grow by the meta-token."""
     model = add_meta_attention(base(name), word_tokenizer(numbered_words(ROWS)), freeze=False)
     save_meta(model, tmp_path / "before")
@@ -339,14 +366,20 @@ def test_a_base_of_which_little_was_trained_is_another_base(name: str, trained: 
 # --- what is refused
 
 
-def test_models_with_and_without_meta_tokens_are_not_confused(saved_delta: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="this LlamaForCausalLM is no model of transformers without meta-tokens"):
+def test_models_with_and_without_meta_tokens_are_not_confused(
+    saved_delta: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        UserError, match="this LlamaForCausalLM is no model of transformers without meta-tokens"
+    ):
         load_meta(retrofitted("llama"), saved_delta)
     with pytest.raises(UserError, match="is no retrofitted model"):
         save_meta(base("llama"), tmp_path)
     with pytest.raises(UserError, match="cannot be written to"):
         save_meta(shared("llama"), saved_delta / "meta_tokens.json")  # a file
-    with pytest.raises(UserError, match="this folder holds what was added to a base, and not the base"):
+    with pytest.raises(
+        UserError, match="this folder holds what was added to a base, and not the base"
+    ):
         AutoModelForCausalLM.from_pretrained(saved_delta)
 
 
@@ -402,10 +435,15 @@ def test_weights_that_do_not_fit_are_refused(
         ({"head_size": 2.5}, "head_size is 2.5: input should be a valid integer"),
         ({"meta_token_id": 99_999}, "meta_token_id is 99999 and unpadded_vocab_size"),
         ({"unpadded_vocab_size": 10**15}, "which does not fit the 320 rows of the base"),
-        ({"meta_token_id": 50, "unpadded_vocab_size": 100}, "which does not fit the 320 rows of the base"),
+        (
+            {"meta_token_id": 50, "unpadded_vocab_size": 100},
+            "which does not fit the 320 rows of the base",
+        ),
     ],
 )
-def test_settings_that_cannot_be_are_refused(change: dict[str, Any], message: str, delta: Path) -> None:
+def test_settings_that_cannot_be_are_refused(
+    change: dict[str, Any], message: str, delta: Path
+) -> None:
     change_json(delta / "meta_tokens.json", change)
     model = base("llama")
 
@@ -416,7 +454,12 @@ def test_settings_that_cannot_be_are_refused(change: dict[str, Any], message: st
 
 @pytest.mark.parametrize(
     "change",
-    [{"meta_token_id": "x"}, {"meta_token_id": True}, {"meta_token_id": -3}, {"unpadded_vocab_size": 10**9}],
+    [
+        {"meta_token_id": "x"},
+        {"meta_token_id": True},
+        {"meta_token_id": -3},
+        {"unpadded_vocab_size": 10**9},
+    ],
     ids=str,
 )
 def test_a_whole_model_without_a_row_for_its_meta_token_is_refused(
@@ -447,7 +490,9 @@ def test_models_that_cannot_have_meta_attention_are_refused() -> None:
 def test_options_that_do_not_fit_the_model_are_refused() -> None:
     model = base("llama")
     assert_refused(model, "meta_token_id 320 is outside the 320 rows", meta_token_id=320)
-    assert_refused(model, "give the model's tokenizer, or as meta_token_id a row", meta_token_id=None)
+    assert_refused(
+        model, "give the model's tokenizer, or as meta_token_id a row", meta_token_id=None
+    )
     assert_refused(model, r"layers is \[0, 3\]; give a list of some of 0 to 2", layers=[0, 3])
     assert_refused(model, "head_size is 7: input should be a multiple of 2", heads=2, head_size=7)
 

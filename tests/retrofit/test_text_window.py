@@ -40,7 +40,9 @@ IDS = torch.tensor(ROWS[:1])
 @BLOCKS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", RETROFITS)
-def test_a_pass_and_steps_are_the_masked_recomputation(name: str, dtype: torch.dtype, full: tuple[int, ...]) -> None:
+def test_a_pass_and_steps_are_the_masked_recomputation(
+    name: str, dtype: torch.dtype, full: tuple[int, ...]
+) -> None:
     model, (ids, mask) = shared_forgetful(name, full, dtype), pad(ROWS)
     expected = torch.cat([expected_logits(name, row, full, dtype) for row in ROWS])[:, :META]
 
@@ -63,7 +65,9 @@ def test_a_pass_and_steps_are_the_masked_recomputation(name: str, dtype: torch.d
 @pytest.mark.quick(name=["llama"])
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("name", RETROFITS)
-def test_generated_tokens_in_bfloat16_differ_by_rounding_alone(name: str, chunk: int | None) -> None:
+def test_generated_tokens_in_bfloat16_differ_by_rounding_alone(
+    name: str, chunk: int | None
+) -> None:
     row, model = PROMPTS[0], shared_forgetful(name, (), torch.bfloat16)
     [new] = generate_texts(model, [row], max_new_tokens=8, prefill_chunk_size=chunk)
 
@@ -78,10 +82,15 @@ def test_generated_tokens_in_bfloat16_differ_by_rounding_alone(name: str, chunk:
 @pytest.mark.quick(name=["llama"])
 @BLOCKS
 @pytest.mark.parametrize("name", FEW_RETROFITS)
-def test_training_hides_the_same_text_with_activation_checkpointing_too(name: str, full: tuple[int, ...]) -> None:
+def test_training_hides_the_same_text_with_activation_checkpointing_too(
+    name: str, full: tuple[int, ...]
+) -> None:
     rows = random_rows((30, 30), meta_rate=0.2)
     ids = torch.tensor(rows)
-    model, remembering = forgetful_retrofit(name, full).train(), forgetful_retrofit(name, None).train()
+    model, remembering = (
+        forgetful_retrofit(name, full).train(),
+        forgetful_retrofit(name, None).train(),
+    )
     for module in [*model.modules(), *remembering.modules()]:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -121,12 +130,20 @@ def test_flex_attention(caller: str, stance: str) -> None:
 # --- the function that sets a window
 
 
-@pytest.mark.filterwarnings("ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's
+@pytest.mark.filterwarnings(
+    "ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning"
+)  # PEFT's
 @BLOCKS
 @torch.no_grad()
-def test_the_window_is_saved_with_the_model_and_with_what_was_added(full: tuple[int, ...], tmp_path: Path) -> None:
+def test_the_window_is_saved_with_the_model_and_with_what_was_added(
+    full: tuple[int, ...], tmp_path: Path
+) -> None:
     model, (ids, mask) = forgetful_retrofit("llama", None), pad(ROWS)
-    assert (model.config.text_window, model.config.text_sinks, model.config.text_full_layers) == (None, 4, None)
+    assert (model.config.text_window, model.config.text_sinks, model.config.text_full_layers) == (
+        None,
+        4,
+        None,
+    )
     set_text_window(model, WINDOW, SINKS, full)
     expected = model(ids, attention_mask=mask).logits
     model.save_pretrained(tmp_path / "whole")
@@ -138,7 +155,9 @@ def test_the_window_is_saved_with_the_model_and_with_what_was_added(full: tuple[
         assert (loaded.config.text_window, loaded.config.text_sinks) == (WINDOW, SINKS)
         assert loaded.config.text_full_layers == ([*full] or None)
         assert torch.equal(loaded(ids, attention_mask=mask).logits, expected)
-    tuned = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))  # its adapters add nothing yet
+    tuned = get_peft_model(
+        model, LoraConfig(target_modules=["q_proj"])
+    )  # its adapters add nothing yet
     assert torch.equal(tuned(ids, attention_mask=mask).logits, expected)
 
 
@@ -192,17 +211,23 @@ def test_a_model_without_meta_tokens_is_refused() -> None:
 def test_only_the_function_that_checks_the_base_sets_a_window(tmp_path: Path) -> None:
     forgetful_retrofit("llama").save_pretrained(tmp_path)
     for name, value in {"text_window": 9, "text_full_layers": [0]}.items():
-        with pytest.raises(UserError, match=f"{name} cannot be set in a configuration: set_text_window"):
+        with pytest.raises(
+            UserError, match=f"{name} cannot be set in a configuration: set_text_window"
+        ):
             AutoModelForCausalLM.from_pretrained(tmp_path, **{name: value})
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
 
     with pytest.raises(UserError, match="text_full_layers cannot be set in a configuration"):
         loaded.config.text_full_layers = [0]
-    with torch.autocast("cpu", torch.bfloat16):  # the check of the base compares in the base's precision
+    with torch.autocast(
+        "cpu", torch.bfloat16
+    ):  # the check of the base compares in the base's precision
         set_text_window(loaded, 5, 2, FULL)
 
 
-def test_a_base_that_changes_the_mask_before_its_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_that_changes_the_mask_before_its_blocks_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, make_mask = forgetful_retrofit("llama", None), modeling_llama.create_causal_mask
 
     def make_copy(*args: Any, **kwargs: Any) -> Any:
@@ -220,7 +245,11 @@ def test_a_base_that_changes_the_mask_before_its_blocks_is_refused(monkeypatch: 
 @pytest.mark.parametrize(
     ("name", "choices", "message"),
     [
-        ("mistral", {}, "some of its blocks have a sliding window of their own, or a state instead of a cache"),
+        (
+            "mistral",
+            {},
+            "some of its blocks have a sliding window of their own, or a state instead of a cache",
+        ),
         ("gpt_neo", {}, "a sliding window of their own"),
         ("llama4_text", {}, "a sliding window of their own"),
         ("qwen3_next", {}, "or a state instead of a cache"),
@@ -229,7 +258,9 @@ def test_a_base_that_changes_the_mask_before_its_blocks_is_refused(monkeypatch: 
         ("falcon", {"alibi": True}, "it must take masks of four dimensions"),
     ],
 )
-def test_a_base_with_masks_of_its_own_is_refused(name: str, choices: dict[str, Any], message: str) -> None:
+def test_a_base_with_masks_of_its_own_is_refused(
+    name: str, choices: dict[str, Any], message: str
+) -> None:
     model = add_meta_attention(base(name, **choices), meta_token_id=META)
     with pytest.raises(UserError, match=message):
         set_text_window(model, WINDOW)

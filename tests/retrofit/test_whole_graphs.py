@@ -58,7 +58,9 @@ def assert_compiles_into_one_graph(model: PreTrainedModel) -> None:
     backend, graphs = counted()
     compiled = compiled_whole(model, backend)
     for ids in (with_meta_tokens(), text(), with_meta_tokens(2)):
-        assert error(compiled(ids, use_cache=False).logits[..., :META], logits(model, ids)) < ROUNDED
+        assert (
+            error(compiled(ids, use_cache=False).logits[..., :META], logits(model, ids)) < ROUNDED
+        )
     assert len(graphs) == 1
 
     mask = torch.ones_like(ids)
@@ -94,7 +96,10 @@ def test_an_exported_pass_of_any_length_of_a_model_that_forgets() -> None:
     shapes = {"input_ids": {1: torch.export.Dim.DYNAMIC}, "use_cache": None}
     inputs = {"input_ids": text(), "use_cache": False}
     exported = torch.export.export(model, (), inputs, dynamic_shapes=shapes).module()
-    for ids in (with_meta_tokens(), torch.cat([with_meta_tokens(), with_meta_tokens(2)[:, :9]], dim=1)):
+    for ids in (
+        with_meta_tokens(),
+        torch.cat([with_meta_tokens(), with_meta_tokens(2)[:, :9]], dim=1),
+    ):
         with torch.no_grad():
             output = exported(input_ids=ids, use_cache=False).logits[..., :META]
         assert error(output, logits(model, ids)) < ROUNDED
@@ -112,7 +117,9 @@ def test_a_mask_of_four_dimensions(is_added: bool, heads: int) -> None:
     if is_added:
         mask = (-3 * drawn).masked_fill(~mask, torch.finfo(torch.float32).min)
 
-    output = compiled_whole(model, backend)(ids, attention_mask=mask, use_cache=False).logits[..., :META]
+    output = compiled_whole(model, backend)(ids, attention_mask=mask, use_cache=False).logits[
+        ..., :META
+    ]
 
     assert error(output, logits(model, ids, attention_mask=mask)) < ROUNDED
 
@@ -134,21 +141,29 @@ def test_a_mask_of_four_dimensions_with_a_cache_of_a_fixed_size() -> None:
 
 
 @pytest.mark.parametrize("make", [tiny_model, one_block], ids=["MetaGPT2", "Llama"])
-def test_an_exported_pass_with_a_cache_that_grows_is_refused(make: Callable[[], PreTrainedModel]) -> None:
-    with pytest.raises(UserError, match=r"a cache that grows holds meta-tokens alone.* give use_cache=False"):
+def test_an_exported_pass_with_a_cache_that_grows_is_refused(
+    make: Callable[[], PreTrainedModel],
+) -> None:
+    with pytest.raises(
+        UserError, match=r"a cache that grows holds meta-tokens alone.* give use_cache=False"
+    ):
         torch.export.export(make(), (), {"input_ids": torch.tensor([[3, 4, 5, 6]])}, strict=False)
 
 
 def test_a_whole_graph_with_a_cache_that_grows_says_what_breaks_it() -> None:
     backend, _ = counted()
-    with pytest.raises(Unsupported, match=r"a cache that grows holds meta-tokens alone.* give use_cache=False"):
+    with pytest.raises(
+        Unsupported, match=r"a cache that grows holds meta-tokens alone.* give use_cache=False"
+    ):
         compiled_whole(one_block(), backend)(text())
 
 
 def test_training_is_one_graph() -> None:
     (backend, graphs), model, ids = counted(), one_block().train(), with_meta_tokens()
     expected = gradients_by(model, model(ids, labels=ids, use_cache=False).loss)
-    compiled = gradients_by(model, compiled_whole(model, backend)(ids, labels=ids, use_cache=False).loss)
+    compiled = gradients_by(
+        model, compiled_whole(model, backend)(ids, labels=ids, use_cache=False).loss
+    )
 
     assert len(graphs) == 1
     assert_gradients_close(compiled, expected, ROUNDED_GRADIENT)
@@ -156,7 +171,11 @@ def test_training_is_one_graph() -> None:
 
 def step_callers() -> list[Any]:
     """Compiling takes long: `make test` does it for one, `make test-all` for some kinds of models."""
-    settings = [f"{positions}-{second}" for positions in ("rope", "learned", "none") for second in SECOND_ATTENTIONS]
+    settings = [
+        f"{positions}-{second}"
+        for positions in ("rope", "learned", "none")
+        for second in SECOND_ATTENTIONS
+    ]
     marks = {name: pytest.mark.thorough for name in settings if not name.startswith("rope")}
     # OPT by itself does not compile so. In this small cohere2, with sliding windows alone, a cache hides its size.
     retrofits = [name for name in NAMES if name not in ("cohere2", "opt")]
@@ -164,12 +183,19 @@ def step_callers() -> list[Any]:
 
 
 @pytest.mark.quick(caller=["rope-meta"], meta_every=[3])
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, as it compiles
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # torch's own, as it compiles
 @pytest.mark.parametrize("meta_every", [None, 3])
 @pytest.mark.parametrize("caller", step_callers())
 def test_generate_compiles_its_step(caller: str, meta_every: int | None) -> None:
     (backend, graphs), model, ids = counted(), model_of(caller), with_meta_tokens()
-    options = {"max_new_tokens": 13, "do_sample": False, "eos_token_id": None, "meta_every": meta_every}
+    options = {
+        "max_new_tokens": 13,
+        "do_sample": False,
+        "eos_token_id": None,
+        "meta_every": meta_every,
+    }
     expected = model.generate(ids, **options)
     compiled = CompileConfig(backend=backend, fullgraph=True, dynamic=None, mode=None)
     compiled._compile_all_devices = True  # by default transformers compiles nothing on a CPU
@@ -178,5 +204,5 @@ def test_generate_compiles_its_step(caller: str, meta_every: int | None) -> None
 
     assert torch.equal(output, expected)
     kinds_of_steps = 1 if meta_every is None else 2  # a text token, alone or with an inserted one
-    # The length is a number of Python in a sliding window: a further graph is for any length, as without meta-attention.
+    # The length is a number of Python in a sliding window: a further graph is for any length.
     assert len(graphs) == kinds_of_steps + (1 if caller == "gemma3_text" else 0)

@@ -7,8 +7,16 @@ import pytest
 import torch
 from peft import AutoPeftModel, AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from torch import Tensor
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel, cache_utils
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
+from transformers import (
+    AutoModelForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    cache_utils,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from metatokens import add_meta_attention, set_text_window
@@ -18,19 +26,29 @@ from tests.model.in_pieces import in_steps
 from tests.model.text_window import FULL, ROWS, SINKS, WINDOW
 from tests.model.tiny_models import META, random_rows
 from tests.retrofit.architectures import ROUNDED_GRADIENT, ROUNDED_WEIGHT, base, error, train_like
-from tests.retrofit.forgetful import BOTH_CALLERS, EOS, forgetful, forgetful_retrofit, shared_forgetful
+from tests.retrofit.forgetful import (
+    BOTH_CALLERS,
+    EOS,
+    forgetful,
+    forgetful_retrofit,
+    shared_forgetful,
+)
 
 IDS = torch.tensor(ROWS[:1])
 LORA = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])
 pytestmark = [
     pytest.mark.filterwarnings("ignore:::peft"),
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),  # that PEFT reads
+    pytest.mark.filterwarnings(
+        "ignore:.is_gradient_checkpointing.:FutureWarning"
+    ),  # that PEFT reads
 ]
 
 
 def wrapped(model: PreTrainedModel) -> PreTrainedModel:
     """A model whose blocks are wrapped for activation checkpointing, as FSDP users do."""
-    apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ == "LlamaDecoderLayer")
+    apply_activation_checkpointing(
+        model, check_fn=lambda module: type(module).__name__ == "LlamaDecoderLayer"
+    )
     return model
 
 
@@ -49,15 +67,22 @@ def test_a_wrapper_for_checkpointing_gives_full_blocks_their_mask() -> None:
     model = without_modules()
     expected = gradients_by(model, loss_of(model))
     in_wrapper = gradients_by(model, loss_of(wrapped(model)))
-    unwrapped = {name.replace("_checkpoint_wrapped_module.", ""): weight for name, weight in in_wrapper.items()}
+    unwrapped = {
+        name.replace("_checkpoint_wrapped_module.", ""): weight
+        for name, weight in in_wrapper.items()
+    }
 
     assert_gradients_close(unwrapped, expected, ROUNDED_GRADIENT)
 
 
 @pytest.mark.parametrize("full", [FULL, None])
-def test_a_wrapper_for_checkpointing_around_meta_attention_is_refused(full: list[int] | None) -> None:
+def test_a_wrapper_for_checkpointing_around_meta_attention_is_refused(
+    full: list[int] | None,
+) -> None:
     model = wrapped(forgetful_retrofit("llama", full))
-    with pytest.raises(UserError, match=r"use model\.gradient_checkpointing_enable\(\) in its place"):
+    with pytest.raises(
+        UserError, match=r"use model\.gradient_checkpointing_enable\(\) in its place"
+    ):
         loss_of(model).backward()
 
 
@@ -131,7 +156,9 @@ def phi3(window: int | None) -> PreTrainedModel:
         initializer_range=0.2,
     )
     plain = Phi3ForCausalLM(config).eval()
-    model = train_like(add_meta_attention(plain, meta_token_id=META, heads=2, head_size=16, freeze=False))
+    model = train_like(
+        add_meta_attention(plain, meta_token_id=META, heads=2, head_size=16, freeze=False)
+    )
     set_text_window(model, window, SINKS)
     return model
 
@@ -179,7 +206,9 @@ def test_inputs_by_place_are_inputs_by_name(full: list[int] | None) -> None:
         {"cache_implementation": "offloaded"},
         pytest.param(
             {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}},
-            marks=pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="there is no fp8 cache"),
+            marks=pytest.mark.skipif(
+                not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="there is no fp8 cache"
+            ),
         ),
     ],
     ids=str,
@@ -205,7 +234,12 @@ class Written(BaseStreamer):
 @BOTH_CALLERS
 def test_a_streamer_gets_what_generation_returns(caller: str) -> None:
     streamer = Written()
-    options = {"max_new_tokens": 9, "prefill_chunk_size": 7, "do_sample": False, "suppress_tokens": [EOS]}
+    options = {
+        "max_new_tokens": 9,
+        "prefill_chunk_size": 7,
+        "do_sample": False,
+        "suppress_tokens": [EOS],
+    }
     [row] = shared_forgetful(caller).generate(IDS, streamer=streamer, **options)
     assert streamer.ids == [*row.tolist(), -1]
 
@@ -223,4 +257,6 @@ def test_attention_weights_are_those_of_the_tokens_or_refused(caller: str) -> No
     with pytest.raises(UserError, match="this cache drops text, and attention weights with it"):
         model(IDS[:, 40:41], past_key_values=cache, output_attentions=True)
     with pytest.raises(UserError, match="this cache drops text, and attention weights with it"):
-        model.generate(IDS[:, :40], max_new_tokens=3, output_attentions=True, return_dict_in_generate=True)
+        model.generate(
+            IDS[:, :40], max_new_tokens=3, output_attentions=True, return_dict_in_generate=True
+        )

@@ -12,13 +12,29 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from metatokens import add_meta_attention, freeze_base, load_meta, run_with_cache, save_meta, set_text_window
+from metatokens import (
+    add_meta_attention,
+    freeze_base,
+    load_meta,
+    run_with_cache,
+    save_meta,
+    set_text_window,
+)
 from metatokens.analysis.observation import observe
 from metatokens.errors import UserError
 from metatokens.model.interventions import Intervention, intervene
 from metatokens.model.wrappers import unwrapped
 from metatokens.retrofit.layers import added_parameters
-from tests.retrofit.architectures import META, ROWS, base, error, logits, retrofitted, train_like, with_meta_tokens
+from tests.retrofit.architectures import (
+    META,
+    ROWS,
+    base,
+    error,
+    logits,
+    retrofitted,
+    train_like,
+    with_meta_tokens,
+)
 
 
 def compiled(model: nn.Module) -> Any:
@@ -74,7 +90,12 @@ def test_a_wrapped_model_is_saved_frozen_and_read_as_itself(wrapper: str, tmp_pa
 def tiny() -> PreTrainedModel:
     """A base of one block, since tracing takes long."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=ROWS, initializer_range=0.3, **sizes)).eval()
 
 
@@ -88,14 +109,18 @@ def test_a_compiled_base_gets_meta_attention(tmp_path: Path) -> None:
 
     assert add_meta_attention(wrapper, **options) is wrapper
     train_like(wrapper)
-    with torch.compiler.set_stance("eager_on_recompile"):  # traces nothing, but would run a graph that still holds
+    with torch.compiler.set_stance(
+        "eager_on_recompile"
+    ):  # traces nothing, but would run a graph that still holds
         after = logits(wrapper, ids)
     assert error(after, logits(expected, ids)) < 1e-5
     assert error(after, before) > 0.01
     other = compiled(tiny())
     assert load_meta(other, tmp_path) is other
     loaded = added_parameters(unwrapped(other))
-    assert all(torch.equal(loaded[name], weight) for name, weight in added_parameters(expected).items())
+    assert all(
+        torch.equal(loaded[name], weight) for name, weight in added_parameters(expected).items()
+    )
 
 
 def test_what_wrappers_do_not_allow_is_refused(tmp_path: Path) -> None:

@@ -54,7 +54,9 @@ def batch_of(examples):
 
 
 @pytest.mark.parametrize(("task", "condition"), CASES)
-def test_a_question_sees_the_meta_tokens_of_its_document_and_itself(task, condition, tokenizer, documents):
+def test_a_question_sees_the_meta_tokens_of_its_document_and_itself(
+    task, condition, tokenizer, documents
+):
     data = TaskData(task, tokenizer=tokenizer, condition=condition, documents=documents)
     examples = [data.train(index, 128) for index in range(8)]
 
@@ -75,14 +77,18 @@ def test_every_attention_of_a_model_obeys(second_attention, tokenizer):
     ids = batch_of(examples)
 
     with torch.no_grad():
-        logits = model(ids, attention_mask=LandmarksAlone(model, tokenizer).mask(ids, examples)).logits
+        logits = model(
+            ids, attention_mask=LandmarksAlone(model, tokenizer).mask(ids, examples)
+        ).logits
 
     for example, logits_of_row in zip(examples, logits, strict=True):
         size, document = len(example.input_ids), document_size(example, tokenizer)
         expected = oracle.logits(example.input_ids, slow_mask(example, tokenizer)).detach()
         in_sight = oracle.logits(example.input_ids).detach()
         torch.testing.assert_close(logits_of_row[:size], expected, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(logits_of_row[:document], in_sight[:document], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            logits_of_row[:document], in_sight[:document], rtol=1e-9, atol=1e-9
+        )
         assert (logits_of_row[document:size] - in_sight[document:]).abs().max() > 0.1
 
 
@@ -104,7 +110,9 @@ def test_scores_are_those_of_greedy_decoding_of_the_dense_formula(second_attenti
     oracle = DenseOracle(model)
     data = TaskData("list_recall", tokenizer=tokenizer, condition="facts_4")
     examples = [data.train(index, 128) for index in range(3)]
-    said_by_the_model = [greedy_answer(data.train(index, 128), oracle, tokenizer) for index in range(3, 6)]
+    said_by_the_model = [
+        greedy_answer(data.train(index, 128), oracle, tokenizer) for index in range(3, 6)
+    ]
 
     exact, tokens = score(
         model,

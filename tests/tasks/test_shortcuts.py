@@ -111,8 +111,12 @@ TABLES = {
     "the question": question_of,
     "the numbers of the question": numbers_of,
     "all before the first marker": lambda example: segments_of(example)[0],
-    "the two words before the first marker": lambda example: tuple(segments_of(example)[0].split()[-2:]),
-    "the two words after the first marker": lambda example: tuple(segments_of(example)[1].split()[:2]),
+    "the two words before the first marker": lambda example: tuple(
+        segments_of(example)[0].split()[-2:]
+    ),
+    "the two words after the first marker": lambda example: tuple(
+        segments_of(example)[1].split()[:2]
+    ),
     "the first three words": lambda example: tuple(example.prompt.split()[:3]),
     "the number of markers": lambda example: len(example.markers),
     "the number of tokens": lambda example: example.n_tokens,
@@ -137,12 +141,17 @@ def score_of_table(key, train, test):
 
 @pytest.mark.parametrize("condition", CONDITIONS)
 @pytest.mark.parametrize("task", curriculum.TASKS)
-def test_no_simple_rule_is_better_than_those_that_are_named(task, condition, tokenizer, documents, is_thorough):
+def test_no_simple_rule_is_better_than_those_that_are_named(
+    task, condition, tokenizer, documents, is_thorough
+):
     count = 1000 if is_thorough else 250
     data = curriculum.TaskData(task, tokenizer=tokenizer, condition=condition, documents=documents)
     train = [data.train(index, 128) for index in range(4 * count)]
     test = [data.test(index, 128) for index in range(count)]
-    named = {name: sum(is_right) / count for name, is_right in answers(task, condition, train, test).items()}
+    named = {
+        name: sum(is_right) / count
+        for name, is_right in answers(task, condition, train, test).items()
+    }
     floor = max(*named.values(), curriculum.chance(task) or 0.0)
 
     rules = rules_of_words_near_markers() | rules_of_words_of_lines() | rules_of_counts()
@@ -208,7 +217,9 @@ def example_of(prompt, completion):
     ],
     ids=["list_recall", "segment_counting"],
 )
-def test_the_named_shortcuts_on_a_prompt_written_by_hand(task, condition, prompt, completion, right, wrong):
+def test_the_named_shortcuts_on_a_prompt_written_by_hand(
+    task, condition, prompt, completion, right, wrong
+):
     example = example_of(prompt, completion)
 
     answered = answers(task, condition, [example], [example])

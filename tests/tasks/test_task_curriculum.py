@@ -69,7 +69,9 @@ def test_recall_asks_for_every_position_and_item_alike(tokenizer):
 
 
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize(("length", "hardest_phase"), [(128, 1), (256, 2), (512, 3), (1024, 4), (2048, 5)])
+@pytest.mark.parametrize(
+    ("length", "hardest_phase"), [(128, 1), (256, 2), (512, 3), (1024, 4), (2048, 5)]
+)
 def test_lengths_hold(task, length, hardest_phase, tokenizer, documents):
     data = TaskData(task, tokenizer=tokenizer, documents=documents)
 
@@ -129,9 +131,13 @@ def test_excerpts_of_a_document_are_in_one_split(tokenizer):
 
     letters_in = {}
     for split in ("train", "validation", "test"):
-        letters_in[split] = {data.sample(index, 1, split).completion.strip()[0] for index in range(200)}
+        letters_in[split] = {
+            data.sample(index, 1, split).completion.strip()[0] for index in range(200)
+        }
 
-    assert len(set.union(*letters_in.values())) == sum(map(len, letters_in.values()))  # none is in two
+    assert len(set.union(*letters_in.values())) == sum(
+        map(len, letters_in.values())
+    )  # none is in two
 
 
 def test_a_stages_prompts_have_its_sizes(tokenizer):
@@ -178,6 +184,8 @@ def test_a_long_prompts_question_stays_as_in_phase_1(tokenizer):
     for condition in ("paper", "long_prompt"):
         data = TaskData("list_recall", tokenizer=tokenizer, condition=condition)
         prompts = [data.sample(index, 4, "test").prompt for index in range(20)]
-        highest[condition] = max(int(re.search(r"What is item (\d+)", prompt)[1]) for prompt in prompts)
+        highest[condition] = max(
+            int(re.search(r"What is item (\d+)", prompt)[1]) for prompt in prompts
+        )
 
     assert highest["long_prompt"] <= 10 < highest["paper"]

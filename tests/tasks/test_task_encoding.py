@@ -8,7 +8,9 @@ from tests.tasks.conftest import CASES
 
 
 @pytest.mark.parametrize(("task", "condition"), CASES)
-def test_example_ids_are_its_segments_meta_tokens_answer_and_end(task, condition, tokenizer, documents):
+def test_example_ids_are_its_segments_meta_tokens_answer_and_end(
+    task, condition, tokenizer, documents
+):
     data = TaskData(task, tokenizer=tokenizer, condition=condition, documents=documents)
     for index in range(30):
         example = data.sample(index, 1 + index % 5, "train")
@@ -27,4 +29,6 @@ def test_example_ids_are_its_segments_meta_tokens_answer_and_end(task, condition
         assert tokenizer.decode(answer) == example.completion
         if task == "copying" and condition in ("paper", "decoy"):
             first = expected.index(tokenizer.meta_token_id) + 1
-            assert expected[first : first + len(answer)] == answer, "the answer has the ids of the bracketed text"
+            assert expected[first : first + len(answer)] == answer, (
+                "the answer has the ids of the bracketed text"
+            )

@@ -46,13 +46,21 @@ def test_prompt_and_completion_suffice(tokenizer, tmp_path):
 def test_a_literal_pause_stays_text_unless_markers_name_it(tokenizer, tmp_path):
     record = {"prompt": "a _PAUSE_ b _PAUSE_<|endoftext|>", "completion": "c"}
 
-    plain, marked = read_examples(write_lines(tmp_path, record, record | {"markers": [11]}), tokenizer)
+    plain, marked = read_examples(
+        write_lines(tmp_path, record, record | {"markers": [11]}), tokenizer
+    )
 
-    whole, before, after = encode_text(tokenizer, [record["prompt"], "a _PAUSE_ b", "<|endoftext|>"])
+    whole, before, after = encode_text(
+        tokenizer, [record["prompt"], "a _PAUSE_ b", "<|endoftext|>"]
+    )
     assert plain.input_ids[:-2] == tuple(whole)
     assert marked.input_ids[:-2] == (*before, tokenizer.meta_token_id, *after)
     assert marked.prompt == record["prompt"]
-    assert plain.input_ids.count(tokenizer.eos_token_id) == marked.input_ids.count(tokenizer.eos_token_id) == 1
+    assert (
+        plain.input_ids.count(tokenizer.eos_token_id)
+        == marked.input_ids.count(tokenizer.eos_token_id)
+        == 1
+    )
 
 
 @pytest.mark.parametrize(

@@ -67,12 +67,16 @@ def check_landmarks(lists, every):
 
 def solve_segment_counting(prompt, condition):
     if condition in MARKED:
-        form = r"(.*)\nQ: How many times does (\w+) appear between the pauses around (\w+)\? _PAUSE_"
+        form = (
+            r"(.*)\nQ: How many times does (\w+) appear between the pauses around (\w+)\? _PAUSE_"
+        )
         context, item, category = re.fullmatch(form, prompt, re.DOTALL).groups()
         line = line_of(context, category)
         _, segment, _ = line.split(MARKER)
     else:
-        form = r"(.*)\nQ: How many times does (\w+) appear in items (\d+) to (\d+) of (\w+)\? _PAUSE_"
+        form = (
+            r"(.*)\nQ: How many times does (\w+) appear in items (\d+) to (\d+) of (\w+)\? _PAUSE_"
+        )
         context, item, first, last, category = re.fullmatch(form, prompt, re.DOTALL).groups()
         line = line_of(context, category).replace(MARKER, "")
         segment = " ".join(line.split()[int(first) : int(last) + 1])
@@ -88,7 +92,9 @@ def line_of(context, category):
 
 def solve_parity(prompt, condition):
     if condition in MARKED:
-        form = r"Bits:([ 01]+?) _PAUSE_.*\nQ: What is the XOR of all bits before this pause\? _PAUSE_"
+        form = (
+            r"Bits:([ 01]+?) _PAUSE_.*\nQ: What is the XOR of all bits before this pause\? _PAUSE_"
+        )
         bits = re.fullmatch(form, prompt)[1].split()
     else:
         form = r"Bits:(.*)\nQ: What is the XOR of the first (\d+) bits\? _PAUSE_"

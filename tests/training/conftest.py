@@ -21,8 +21,16 @@ Models = Callable[..., Path]
 Pretraining = Callable[..., PretrainRecipe]
 Finetuning = Callable[..., FinetuneRecipe]
 TrainerOf = Callable[[Callable[[], object]], MetaTokenTrainer]
-TRAINING = ("training.save_steps=2", "training.logging_steps=1", "training.warmup_steps=1", "training.eval_steps=0")
-ONE_STEP = ("training.max_steps=1", "training.save_steps=1")  # of learning rate 0: the model stays as it is
+TRAINING = (
+    "training.save_steps=2",
+    "training.logging_steps=1",
+    "training.warmup_steps=1",
+    "training.eval_steps=0",
+)
+ONE_STEP = (
+    "training.max_steps=1",
+    "training.save_steps=1",
+)  # of learning rate 0: the model stays as it is
 
 
 @pytest.fixture(scope="session")
@@ -31,14 +39,22 @@ def pretraining(small_store: TokenStore) -> Pretraining:
     model = ("model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2")
     sizes = ("data.block_size=32", "training.max_steps=8", "training.per_device_train_batch_size=4")
     data = f"data.tokens={small_store.path}"
-    return lambda *overrides: load_recipe(PretrainRecipe, "demo", [data, *model, *sizes, *TRAINING, *overrides])
+    return lambda *overrides: load_recipe(
+        PretrainRecipe, "demo", [data, *model, *sizes, *TRAINING, *overrides]
+    )
 
 
 @pytest.fixture(scope="session")
 def finetuning() -> Finetuning:
     """A fine-tuning recipe of 4 steps a train length with checkpoints after every second one, and overrides."""
-    sizes = ("task.train_lengths=[64]", "training.max_steps=4", "training.per_device_train_batch_size=4")
-    return lambda *overrides: load_recipe(FinetuneRecipe, "demo_finetune", [*sizes, *TRAINING, *overrides])
+    sizes = (
+        "task.train_lengths=[64]",
+        "training.max_steps=4",
+        "training.per_device_train_batch_size=4",
+    )
+    return lambda *overrides: load_recipe(
+        FinetuneRecipe, "demo_finetune", [*sizes, *TRAINING, *overrides]
+    )
 
 
 @pytest.fixture(scope="session")
@@ -122,14 +138,20 @@ def weights(folder: Path) -> bytes:
 
 def result(folder: Path) -> dict[str, bytes]:
     """Every file of a run, by its relative path, except its checkpoints."""
-    files = [path for path in folder.rglob("*") if path.is_file() and "checkpoints" not in path.parts]
+    files = [
+        path for path in folder.rglob("*") if path.is_file() and "checkpoints" not in path.parts
+    ]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def text_loss(folder: Path, store: TokenStore, split: str, blocks: int, *, size: int = 32, seed: int = 0) -> float:
+def text_loss(
+    folder: Path, store: TokenStore, split: str, blocks: int, *, size: int = 32, seed: int = 0
+) -> float:
     """The mean loss of a model over the text tokens of the first blocks of a split, token by token in double."""
     model = load_model(folder).double()
-    dataset = BlockDataset(store, split, block_size=size, fraction=0.1, placement="uniform", seed=seed)
+    dataset = BlockDataset(
+        store, split, block_size=size, fraction=0.1, placement="uniform", seed=seed
+    )
     losses = []
     for index in range(blocks):
         ids, labels = dataset[index]["input_ids"], dataset[index]["labels"]

@@ -47,7 +47,9 @@ def test_the_bracket_is_between_the_first_two_meta_tokens_of_the_prompt() -> Non
 
 def test_the_answer_counts_an_item_of_the_bracket(small_store: TokenStore) -> None:
     example = TaskData("segment_counting", tokenizer=small_store.tokenizer).train(0, 128)
-    _, is_inside = bracket_labels(torch.tensor([example.input_ids]), small_store.manifest.meta_token_id)
+    _, is_inside = bracket_labels(
+        torch.tensor([example.input_ids]), small_store.manifest.meta_token_id
+    )
     bracketed = torch.tensor(example.input_ids)[is_inside[0]]
     words = small_store.tokenizer.decode(bracketed).split()
     item = re.search(r"does (\w+) appear", example.prompt)
@@ -60,7 +62,9 @@ def test_the_auxiliary_loss_is_that_of_a_linear_head_after_each_block_but_the_la
     architecture: str, small_model: Models, small_store: TokenStore
 ) -> None:
     if architecture == "gpt_neo":
-        config = load_model(small_model(position_embedding="learned", second_attention="none")).config
+        config = load_model(
+            small_model(position_embedding="learned", second_attention="none")
+        ).config
         model: Any = new_gpt_neo(config, small_store.tokenizer).double()
     else:
         model = load_model(small_model(num_hidden_layers=2)).double()
@@ -112,7 +116,14 @@ def test_a_stage_with_the_auxiliary_loss_leaves_no_head_and_begins_again(
     assert trained.keys() == load_model(model).state_dict().keys()
 
 
-def test_a_model_without_a_block_before_the_last(small_model: Models, finetuning: Finetuning, tmp_path: Path) -> None:
+def test_a_model_without_a_block_before_the_last(
+    small_model: Models, finetuning: Finetuning, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match="after each block but the last, and the model has one"):
-        finetune(finetuning(STAGE), small_model(num_hidden_layers=1), tmp_path / "run", task="segment_counting")
+        finetune(
+            finetuning(STAGE),
+            small_model(num_hidden_layers=1),
+            tmp_path / "run",
+            task="segment_counting",
+        )
     assert not (tmp_path / "run").exists()

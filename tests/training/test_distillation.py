@@ -21,7 +21,9 @@ from tests.model.tiny_models import tiny_model
 from tests.retrofit.architectures import META, base, train_like
 from tests.training.conftest import Models, figures_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning"
+)  # PEFT's
 ROWS = [
     [5, META, 9, 8, META, META, 7, 6, 5, 4, 11, 12],
     [META, 20, 21, META, 22, 23, 24],
@@ -70,9 +72,12 @@ def with_random_adapters(model: Any) -> Any:
 @pytest.mark.parametrize("has_lora", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_divergence_from_the_base(name: str, has_lora: bool) -> None:
-    model: Any = train_like(add_meta_attention(base(name), meta_token_id=META, heads=2, head_size=16))
+    model: Any = train_like(
+        add_meta_attention(base(name), meta_token_id=META, heads=2, head_size=16)
+    )
     plain = base(name)
-    plain.get_input_embeddings().weight[META] = plain.lm_head.weight[META] = 0  # masked in the model
+    # Masked in the model.
+    plain.get_input_embeddings().weight[META] = plain.lm_head.weight[META] = 0
     set_text_window(model, 2, 1)
     tuned = with_random_adapters(model) if has_lora else model.eval()
     total, count = divergence(tuned, tuned, batch_of(ROWS))
@@ -85,7 +90,9 @@ def test_the_divergence_from_the_base(name: str, has_lora: bool) -> None:
 
 @torch.no_grad()
 def test_a_model_of_this_package_has_a_base_with_lora() -> None:
-    model, plain = (tiny_model(vocab_size=320, meta_token_id=META, dtype=torch.float32) for _ in range(2))
+    model, plain = (
+        tiny_model(vocab_size=320, meta_token_id=META, dtype=torch.float32) for _ in range(2)
+    )
     tuned = with_random_adapters(model)
     set_text_window(model, 2, 1)
     total, count = divergence(tuned, tuned, batch_of(ROWS))
@@ -95,12 +102,18 @@ def test_a_model_of_this_package_has_a_base_with_lora() -> None:
 
 
 def test_the_teacher_has_no_dropout_and_no_gradient() -> None:
-    model: Any = train_like(add_meta_attention(base("gpt2"), meta_token_id=META, heads=2, head_size=16)).train()
+    model: Any = train_like(
+        add_meta_attention(base("gpt2"), meta_token_id=META, heads=2, head_size=16)
+    ).train()
     passes = []
-    model.register_forward_hook(lambda module, args, out: passes.append((module.training, out.logits.requires_grad)))
+    model.register_forward_hook(
+        lambda module, args, out: passes.append((module.training, out.logits.requires_grad))
+    )
     loss, _ = divergence(model, model, batch_of(ROWS))
     loss.backward()
-    with_gradient = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    with_gradient = [
+        name for name, parameter in model.named_parameters() if parameter.grad is not None
+    ]
     of_base = [name for name in with_gradient if "meta_" not in name]
     assert passes == [(True, True), (False, False)]
     assert model.training
@@ -124,7 +137,10 @@ def recipe(*settings: str) -> FinetuneRecipe:
 
 @pytest.fixture
 def records(tmp_path: Path) -> Path:
-    lines = [{"prompt": f"one two three {word}", "completion": " four five"} for word in ("six", "seven", "eight")]
+    lines = [
+        {"prompt": f"one two three {word}", "completion": " four five"}
+        for word in ("six", "seven", "eight")
+    ]
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
@@ -133,18 +149,32 @@ def records(tmp_path: Path) -> Path:
 def test_fine_tuning_by_the_base(small_model: Models, records: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(small_model()))
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     plain = LlamaForCausalLM(LlamaConfig(vocab_size=832, **sizes))
     with torch.no_grad():
         plain.lm_head.weight.mul_(20)
     model = add_meta_attention(plain, tokenizer, heads=2, head_size=8)
     save_model(model, tokenizer, tmp_path / "model")
-    accumulating = ("training.gradient_accumulation_steps=2", "training.max_steps=30", "training.lora_rank=4")
+    accumulating = (
+        "training.gradient_accumulation_steps=2",
+        "training.max_steps=30",
+        "training.lora_rank=4",
+    )
     finetune(recipe(*accumulating), tmp_path / "model", tmp_path / "tuned", data=records)
     losses = figures_of(tmp_path / "tuned" / "data", "loss")
     assert 0 < losses[-1] < 0.9 * losses[0]
 
 
-def test_a_base_that_changes_is_no_teacher(small_model: Models, records: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"training\.teacher needs a model with meta-tokens whose base stays as it is"):
+def test_a_base_that_changes_is_no_teacher(
+    small_model: Models, records: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        UserError,
+        match=r"training\.teacher needs a model with meta-tokens whose base stays as it is",
+    ):
         finetune(recipe("training.max_steps=1"), small_model(), tmp_path / "run", data=records)

@@ -19,7 +19,9 @@ from metatokens.training.trainer import RunCallback
 from tests.forked import PATIENCE, QUIET, Run, Start, command
 from tests.training.conftest import figures_of
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_gloo_available(), reason="this torch has no gloo"
+)
 
 
 def overrides(*settings: str) -> list[str]:
@@ -59,12 +61,18 @@ def tuning(model: Path, *options: object, steps: int, processes: int) -> list[ob
 
 def assert_same_training(ours: Path, theirs: Path) -> None:
     for figure in ("loss", "grad_norm"):
-        assert figures_of(ours, figure) == pytest.approx(figures_of(theirs, figure), rel=1e-4, abs=0)
-    torch.testing.assert_close(load_model(ours).state_dict(), load_model(theirs).state_dict(), rtol=1e-3, atol=1e-4)
+        assert figures_of(ours, figure) == pytest.approx(
+            figures_of(theirs, figure), rel=1e-4, abs=0
+        )
+    torch.testing.assert_close(
+        load_model(ours).state_dict(), load_model(theirs).state_dict(), rtol=1e-3, atol=1e-4
+    )
 
 
 @pytest.fixture(scope="module")
-def alone(small_store: TokenStore, tmp_path_factory: pytest.TempPathFactory, run_ranks: Run) -> Path:
+def alone(
+    small_store: TokenStore, tmp_path_factory: pytest.TempPathFactory, run_ranks: Run
+) -> Path:
     """Pretrained by one process."""
     out = tmp_path_factory.mktemp("alone") / "run"
     run_ranks(1, command, *pretraining(small_store, out, processes=1))
@@ -72,9 +80,17 @@ def alone(small_store: TokenStore, tmp_path_factory: pytest.TempPathFactory, run
 
 
 def torchrun(processes: int, *arguments: object) -> str:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={processes}",
+    ]
     program = [*launcher, "-m", "metatokens", *map(str, arguments)]
-    done = subprocess.run(program, env=os.environ | QUIET, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        program, env=os.environ | QUIET, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stderr
     return done.stderr
 
@@ -105,10 +121,18 @@ def command_that_stalls(*arguments: object) -> None:
 @pytest.mark.quick(before=[2])
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_a_checkpoint_is_gone_on_with_by_another_number_of_processes(
-    before: int, after: int, small_store: TokenStore, alone: Path, tmp_path: Path, start_ranks: Start, run_ranks: Run
+    before: int,
+    after: int,
+    small_store: TokenStore,
+    alone: Path,
+    tmp_path: Path,
+    start_ranks: Start,
+    run_ranks: Run,
 ) -> None:
     out = tmp_path / "run"
-    ranks = start_ranks(before, command_that_stalls, *pretraining(small_store, out, processes=before))
+    ranks = start_ranks(
+        before, command_that_stalls, *pretraining(small_store, out, processes=before)
+    )
     checkpoint = out / "checkpoints" / "checkpoint-10" / "manifest.json"
     end = time.monotonic() + PATIENCE
     while not checkpoint.exists() and ranks[0].status is None and time.monotonic() < end:
@@ -121,7 +145,9 @@ def test_a_checkpoint_is_gone_on_with_by_another_number_of_processes(
     assert_same_training(out, alone)
 
 
-def test_another_whole_batch_is_another_run(small_store: TokenStore, alone: Path, start_ranks: Start) -> None:
+def test_another_whole_batch_is_another_run(
+    small_store: TokenStore, alone: Path, start_ranks: Start
+) -> None:
     [process] = start_ranks(1, command, *pretraining(small_store, alone, processes=2))
     status, _, error = process.wait()
     assert status == 2
@@ -149,7 +175,9 @@ def test_labels_are_counted_over_all_processes(
     assert_same_training(tmp_path / "2" / "data", tmp_path / "1" / "data")
 
 
-@pytest.mark.filterwarnings("ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
+@pytest.mark.filterwarnings(
+    "ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning"
+)  # PEFT's own
 @pytest.mark.quick(options=[("--lora", "rank=2")])
 @pytest.mark.parametrize("options", [("--lora", "rank=2"), ("--lora", "rank=2", "--keep-adapter")])
 def test_all_processes_train_the_adapters_of_the_length_before(

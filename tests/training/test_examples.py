@@ -14,7 +14,14 @@ META, END = 9, 0
 def example(prompt: list[int], completion: list[int]) -> Example:
     """An example in which only the ids matter."""
     ids = (*prompt, *completion, END)
-    return Example(prompt="", markers=(), completion="", input_ids=ids, answer_start=len(prompt), n_tokens=len(prompt))
+    return Example(
+        prompt="",
+        markers=(),
+        completion="",
+        input_ids=ids,
+        answer_start=len(prompt),
+        n_tokens=len(prompt),
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,15 @@ from metatokens.evaluation.perplexity import held_out_text, perplexity
 from metatokens.records import About
 from metatokens.training.extend import extend
 from tests.numbers import ROUNDED
-from tests.training.conftest import ONE_STEP, Models, Pretraining, first_loss, interrupt, result, text_loss
+from tests.training.conftest import (
+    ONE_STEP,
+    Models,
+    Pretraining,
+    first_loss,
+    interrupt,
+    result,
+    text_loss,
+)
 
 LENGTH, FACTOR = 32, 4.0  # tokens that the start was made for, and by how much they grow
 
@@ -27,7 +35,9 @@ def start(small_model: Models) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(pretraining: Pretraining, start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(
+    pretraining: Pretraining, start: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """An extension that nothing interrupted."""
     out = tmp_path_factory.mktemp("runs") / "undisturbed"
     extend(start, out, factor=FACTOR, recipe=pretraining())
@@ -44,10 +54,17 @@ def test_an_interrupted_extension_ends_like_an_undisturbed_one(
 
 
 def test_it_trains_the_start_with_longer_rotary_tables_on_longer_blocks(
-    pretraining: Pretraining, small_store: TokenStore, start: Path, undisturbed: Path, tmp_path: Path
+    pretraining: Pretraining,
+    small_store: TokenStore,
+    start: Path,
+    undisturbed: Path,
+    tmp_path: Path,
 ) -> None:
     extend(start, tmp_path / "run", factor=FACTOR, recipe=pretraining(*ONE_STEP))
-    before, after = load_file(start / "model.safetensors"), load_file(tmp_path / "run" / "model.safetensors")
+    before, after = (
+        load_file(start / "model.safetensors"),
+        load_file(tmp_path / "run" / "model.safetensors"),
+    )
     expected = text_loss(tmp_path / "run", small_store, "train", 4, size=128)
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     assert first_loss(undisturbed) == pytest.approx(expected, rel=ROUNDED)
@@ -61,7 +78,9 @@ def test_the_result_is_a_model_of_the_longer_context_and_can_read_beyond_it(
     assert model.config.rope_parameters["rope_type"] == "yarn"
     assert model.config.rope_parameters["original_max_position_embeddings"] == LENGTH
     text = held_out_text(str(small_store.path), small_store.tokenizer)
-    beyond = perplexity(model, text, About(model="extended"), block_size=256, fraction=0.1, placement="uniform")
+    beyond = perplexity(
+        model, text, About(model="extended"), block_size=256, fraction=0.1, placement="uniform"
+    )
     assert 1 < beyond.value < 1000
 
 
@@ -70,7 +89,11 @@ def test_settings_are_recorded_and_others_refused(
 ) -> None:
     settings = json.loads((undisturbed / "settings.json").read_text())
     stated = settings["recipe"]["model"]
-    assert (settings["verb"], settings["factor"], settings["original_length"]) == ("extend", 4.0, 32)
+    assert (settings["verb"], settings["factor"], settings["original_length"]) == (
+        "extend",
+        4.0,
+        32,
+    )
     assert settings["recipe"]["data"]["block_size"] == 128
     assert stated["max_position_embeddings"] == 128
     run = partial(extend, start, undisturbed, factor=FACTOR, recipe=pretraining())

@@ -64,7 +64,9 @@ def test_one_schedule_spans_all_train_lengths_whose_steps_may_differ(
     run = partial(finetune, recipe, model, tmp_path / "run", task="parity")
     interrupt(run, steps, 7)  # a resumed phase goes on in the schedule too
     run()
-    rates = figures_of(tmp_path / "run" / "64", "learning_rate") + figures_of(tmp_path / "run" / "128", "learning_rate")
+    rates = figures_of(tmp_path / "run" / "64", "learning_rate") + figures_of(
+        tmp_path / "run" / "128", "learning_rate"
+    )
     decay = cosine_decay(0.01, 0.001, steps=6, horizon=6)
     assert rates == pytest.approx([0, 0.005, *decay])
 
@@ -93,7 +95,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[Encoded]:
     """The examples that trainings read, in their order."""
     examples: list[Encoded] = []
     collate = Collator.__call__
-    monkeypatch.setattr(Collator, "__call__", lambda self, rows: examples.extend(rows) or collate(self, rows))
+    monkeypatch.setattr(
+        Collator, "__call__", lambda self, rows: examples.extend(rows) or collate(self, rows)
+    )
     return examples
 
 
@@ -108,7 +112,8 @@ def test_the_loss_is_the_mean_over_all_answer_tokens_of_a_step(
     read: list[Encoded],
 ) -> None:
     recipe = finetuning(
-        f"training.per_device_train_batch_size={batch}", f"training.gradient_accumulation_steps={pieces}"
+        f"training.per_device_train_batch_size={batch}",
+        f"training.gradient_accumulation_steps={pieces}",
     )
     texts = small_corpus.read_text().split("\n\n")
     finetune(recipe, model, tmp_path / "run", task="copying", documents=texts)
@@ -134,7 +139,12 @@ def test_the_loss_of_a_question_that_sees_landmarks_is_the_dense_formulas(
 ) -> None:
     model = small_model(second_attention=second_attention)
     settings = ("task.condition=facts_4", "task.train_lengths=[160]", "training.max_steps=1")
-    finetune(finetuning("task.question_sees=landmarks", *settings), model, tmp_path / "run", task="list_recall")
+    finetune(
+        finetuning("task.question_sees=landmarks", *settings),
+        model,
+        tmp_path / "run",
+        task="list_recall",
+    )
     oracle, tokenizer = DenseOracle(load_model(model)), load_tokenizer(str(model))
     (line_feed,) = tokenizer.encode("\n", add_special_tokens=False)
     losses = []
@@ -170,14 +180,18 @@ def records(tmp_path: Path) -> Path:
 
 def greedy(folder: Path, record: Encoded, tokenizer: PreTrainedTokenizerBase) -> str:
     ids = torch.tensor([record.input_ids[: record.answer_start]])
-    output = load_model(folder).eval().generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    output = (
+        load_model(folder).eval().generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    )
     return tokenizer.decode(output[0, record.answer_start :], skip_special_tokens=True)
 
 
 def test_own_records_are_learned_and_a_literal_marker_stays_text(
     model: Path, finetuning: Finetuning, records: Path, tmp_path: Path
 ) -> None:
-    recipe = finetuning("training.max_steps=60", "training.learning_rate=0.02", "training.save_steps=60")
+    recipe = finetuning(
+        "training.max_steps=60", "training.learning_rate=0.02", "training.save_steps=60"
+    )
     finetune(recipe, model, tmp_path / "run", data=records)
     tokenizer, folder = load_tokenizer(str(model)), tmp_path / "run" / "data"
     marked, literal = read_examples(records, tokenizer)
@@ -212,31 +226,49 @@ def test_a_run_on_own_records_resumes_and_is_bound_to_its_file(
 def test_records_have_no_question_that_sees_landmarks(
     model: Path, finetuning: Finetuning, records: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=r"task\.question_sees is for the tasks, whose prompts have a question; .*\.$"):
+    with pytest.raises(
+        UserError,
+        match=r"task\.question_sees is for the tasks, whose prompts have a question; .*\.$",
+    ):
         finetune(finetuning("task.question_sees=landmarks"), model, tmp_path / "run", data=records)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"second_attention": "none", "meta_token_id": None}, "has no meta_token_id, which markers need"),
+        (
+            {"second_attention": "none", "meta_token_id": None},
+            "has no meta_token_id, which markers need",
+        ),
         ({"meta_token_id": 770}, "has meta_token_id 770, and its tokenizer's meta-token is 768"),
-        ({"position_embedding": "learned", "max_position_embeddings": 40}, "longer than the 40 learned positions"),
+        (
+            {"position_embedding": "learned", "max_position_embeddings": 40},
+            "longer than the 40 learned positions",
+        ),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_before_any_training(
-    fields: dict[str, object], message: str, small_model: Models, finetuning: Finetuning, tmp_path: Path
+    fields: dict[str, object],
+    message: str,
+    small_model: Models,
+    finetuning: Finetuning,
+    tmp_path: Path,
 ) -> None:
     with pytest.raises(UserError, match=message):
         finetune(finetuning(), small_model(**fields), tmp_path / "run", task="parity")
     assert not (tmp_path / "run").exists()
 
 
-def test_entries_that_a_tokenizer_got_later_need_a_larger_table(small_model: Models, small_store: TokenStore) -> None:
+def test_entries_that_a_tokenizer_got_later_need_a_larger_table(
+    small_model: Models, small_store: TokenStore
+) -> None:
     folder = small_model(unpadded_vocab_size=769)
     tokenizer, model = load_tokenizer(str(folder)), load_model(folder)
     tokenizer.add_tokens(["another"])
-    with pytest.raises(UserError, match=r"770 entries, and the model's unpadded_vocab_size is 769: call model\.resize"):
+    with pytest.raises(
+        UserError,
+        match=r"770 entries, and the model's unpadded_vocab_size is 769: call model\.resize",
+    ):
         check_meta_token(model.config, tokenizer, folder)
     model.resize_token_embeddings(len(tokenizer))
     check_meta_token(model.config, tokenizer, folder)

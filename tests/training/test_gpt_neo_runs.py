@@ -23,7 +23,12 @@ from metatokens.training.positions import jumped_positions, position_jumps
 from metatokens.training.pretrain import new_gpt_neo, pretrain
 from tests.training.conftest import interrupt, result
 
-NEO = ("architecture=gpt_neo", "position_embedding=learned", "second_attention=none", "max_position_embeddings=72")
+NEO = (
+    "architecture=gpt_neo",
+    "position_embedding=learned",
+    "second_attention=none",
+    "max_position_embeddings=72",
+)
 NEO_MODEL = tuple(f"model.{setting}" for setting in NEO)
 STEPS = "--set training.max_steps=2 --set training.save_steps=2 --set training.logging_steps=1"
 WHOLE = "--set training.train_base=true"
@@ -58,7 +63,9 @@ def published(store: TokenStore, folder: Path) -> GPTNeoForCausalLM:
 # --- from scratch
 
 
-def test_a_new_one_has_the_sizes_asked_for_and_every_second_layer_local(small_store: TokenStore) -> None:
+def test_a_new_one_has_the_sizes_asked_for_and_every_second_layer_local(
+    small_store: TokenStore,
+) -> None:
     config = MetaGPT2Config(
         num_hidden_layers=3,
         intermediate_size=40,
@@ -96,14 +103,26 @@ def test_a_run_that_was_cut_off_ends_like_one_that_was_not(
 
 def test_verb_by_verb(small_store: TokenStore, metatokens: Run) -> None:
     sizes = ("data.block_size=32", "data.placement=none", "model.hidden_size=16", *NEO_MODEL)
-    settings = " ".join(f"--set {setting}" for setting in (f"data.tokens={small_store.path}", *sizes))
+    settings = " ".join(
+        f"--set {setting}" for setting in (f"data.tokens={small_store.path}", *sizes)
+    )
     status, _, said = metatokens(f"pretrain --recipe demo {settings} {STEPS} --out base")
     assert (status, said.splitlines()[-1]) == (0, "model: base")
-    status, _, said = metatokens(f"finetune --model base --task parity --train-lengths 64 {STEPS} {WHOLE} --out tuned")
+    status, _, said = metatokens(
+        f"finetune --model base --task parity --train-lengths 64 {STEPS} {WHOLE} --out tuned"
+    )
     assert (status, said.splitlines()[-1]) == (0, "models: tuned/64")
-    status, output, _ = metatokens("evaluate --model tuned/64 --task parity --lengths 64 -n 4 --name gpt-neo --json")
+    status, output, _ = metatokens(
+        "evaluate --model tuned/64 --task parity --lengths 64 -n 4 --name gpt-neo --json"
+    )
     first = json.loads(output.splitlines()[0])
-    fields = {"model": "gpt-neo", "position_embedding": "learned", "train_length": 64, "length": 64, "task": "parity"}
+    fields = {
+        "model": "gpt-neo",
+        "position_embedding": "learned",
+        "train_length": 64,
+        "length": 64,
+        "task": "parity",
+    }
     assert status == 0
     assert first == first | fields
     status, output, _ = metatokens("generate --model base 'the cat' --max-new-tokens 4")
@@ -120,14 +139,18 @@ def retrofitted(metatokens: Run) -> str:
 
 
 @torch.no_grad()
-def test_its_answers_are_scored_like_transformers_own(small_store: TokenStore, metatokens: Run, tmp_path: Path) -> None:
+def test_its_answers_are_scored_like_transformers_own(
+    small_store: TokenStore, metatokens: Run, tmp_path: Path
+) -> None:
     plain = published(small_store, tmp_path / "neo")
     generator = torch.Generator().manual_seed(1)
     for parameter in plain.parameters():
         parameter.normal_(std=0.5, generator=generator)
     plain.save_pretrained(tmp_path / "neo")
     model = load_model(tmp_path / retrofitted(metatokens))
-    tests = draw_test_examples("parity", 64, 40, small_store.tokenizer, condition="paper", documents=())
+    tests = draw_test_examples(
+        "parity", 64, 40, small_store.tokenizer, condition="paper", documents=()
+    )
     meta = small_store.manifest.meta_token_id
     plain.resize_token_embeddings(meta + 1)
     plain.transformer.wte.weight[meta] = model.transformer.wte.meta_token.weight
@@ -155,11 +178,15 @@ def test_masks_in_an_old_file_are_passed_over_and_other_tensors_are_not(
     save_file(weights | old, file, metadata={"format": "pt"})
     torch.testing.assert_close(load_model(tmp_path)(ids).logits, plain(ids).logits)
     save_file(weights | {f"{block}.q_proj.bias": torch.zeros(16)}, file, metadata={"format": "pt"})
-    with pytest.raises(UserError, match=rf"do not fit its configuration: see {block}\.q_proj\.bias"):
+    with pytest.raises(
+        UserError, match=rf"do not fit its configuration: see {block}\.q_proj\.bias"
+    ):
         load_model(tmp_path)
 
 
-def test_a_folder_that_is_damaged_is_refused_in_one_sentence(small_store: TokenStore, tmp_path: Path) -> None:
+def test_a_folder_that_is_damaged_is_refused_in_one_sentence(
+    small_store: TokenStore, tmp_path: Path
+) -> None:
     published(small_store, tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"activation_function": "step"}))

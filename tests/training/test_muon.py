@@ -37,8 +37,12 @@ def papers_update(momentum: np.ndarray, gradient: np.ndarray, learning_rate: flo
 
 
 @pytest.mark.parametrize("shape", [(12, 4), (6, 6), (4, 12)])
-def test_two_steps_of_a_matrix_are_those_of_the_paper(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muon, "STACKED", 2 * math.prod(shape))  # a stack of two matrices, and the third by itself
+def test_two_steps_of_a_matrix_are_those_of_the_paper(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        muon, "STACKED", 2 * math.prod(shape)
+    )  # a stack of two matrices, and the third by itself
     draw = np.random.default_rng(0)
     starts = draw.normal(size=(3, *shape))
     gradients = draw.normal(size=(2, 3, *shape))
@@ -49,7 +53,9 @@ def test_two_steps_of_a_matrix_are_those_of_the_paper(shape: tuple[int, int], mo
         for matrix, gradient in zip(matrices, step, strict=True):
             matrix.grad = torch.tensor(gradient)
         optimizer.step()
-    for matrix, start, (first, second) in zip(matrices, starts, gradients.swapaxes(0, 1), strict=True):
+    for matrix, start, (first, second) in zip(
+        matrices, starts, gradients.swapaxes(0, 1), strict=True
+    ):
         momentum = 0.05 * first
         change = papers_update(momentum, first, 0.02)
         momentum = 0.95 * momentum + 0.05 * second
@@ -83,7 +89,9 @@ def test_the_other_parameters_are_adamws() -> None:
 
 
 @pytest.fixture
-def trainer(small_model: Models, finetuning: Finetuning, trainer_of: TrainerOf, tmp_path: Path) -> MetaTokenTrainer:
+def trainer(
+    small_model: Models, finetuning: Finetuning, trainer_of: TrainerOf, tmp_path: Path
+) -> MetaTokenTrainer:
     """The trainer of a run with Muon, about to start."""
     recipe = finetuning(
         "training.optimizer=muon",
@@ -104,13 +112,17 @@ def test_embeddings_biases_and_norms_are_adamws(trainer: MetaTokenTrainer) -> No
     rest = {*names.values()} - by_muon - tables
     assert tables == {"model.embed_tokens.weight", "model.learned_positions.weight"}
     assert dimensions == {1}
-    assert len(by_muon) == 2 * 6  # of each block: two attentions' two projections and the feed-forward's two
+    assert (
+        len(by_muon) == 2 * 6
+    )  # of each block: two attentions' two projections and the feed-forward's two
     assert len(rest) == len(plain["params"])
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     assert "weight_decay" not in matrices
 
 
-@pytest.mark.parametrize("kind", ["bloom", "gpt_neox", "llama", "mpt"])  # their lists of blocks have other names
+@pytest.mark.parametrize(
+    "kind", ["bloom", "gpt_neox", "llama", "mpt"]
+)  # their lists of blocks have other names
 def test_the_blocks_of_any_decoder_are_found(kind: str) -> None:
     config = AutoConfig.for_model(
         kind,

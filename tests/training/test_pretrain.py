@@ -67,10 +67,14 @@ def test_the_folder_holds_a_model_in_safetensors_and_the_curve(undisturbed: Path
 
 
 def test_a_model_learns(pretraining: Pretraining, tmp_path: Path) -> None:
-    recipe = pretraining("training.max_steps=60", "training.save_steps=60", "training.learning_rate=0.02")
+    recipe = pretraining(
+        "training.max_steps=60", "training.save_steps=60", "training.learning_rate=0.02"
+    )
     pretrain(recipe, tmp_path / "run")
     losses = figures_of(tmp_path / "run", "loss")
-    assert losses[0] == pytest.approx(math.log(832), abs=0.5)  # 769 entries padded to 832, none of them preferred
+    assert losses[0] == pytest.approx(
+        math.log(832), abs=0.5
+    )  # 769 entries padded to 832, none of them preferred
     assert np.mean(losses[-10:]) < 0.6 * losses[0]
 
 
@@ -97,9 +101,14 @@ def test_the_held_out_loss_is_measured_and_nothing_else_changes(
 
 
 def test_the_held_out_loss_is_the_mean_over_the_text_of_held_out_blocks(
-    pretraining: Pretraining, small_store: TokenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pretraining: Pretraining,
+    small_store: TokenStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("metatokens.training.pretrain.HELD_OUT_BLOCKS", 6)  # a whole batch, and a half
+    monkeypatch.setattr(
+        "metatokens.training.pretrain.HELD_OUT_BLOCKS", 6
+    )  # a whole batch, and a half
     pretrain(pretraining(*ONE_STEP, "training.eval_steps=1", "training.seed=3"), tmp_path / "run")
     expected = text_loss(tmp_path / "run", small_store, "held_out", 6, seed=3)
     assert figures_of(tmp_path / "run", "eval_loss") == [pytest.approx(expected, rel=ROUNDED)]
@@ -110,9 +119,13 @@ def test_the_held_out_loss_is_measured_ten_times_or_less_often_in_a_short_run(
     batch: int, every: int, pretraining: Pretraining
 ) -> None:
     settings = pretraining(
-        "training.max_steps=23", "training.eval_steps=null", f"training.per_device_train_batch_size={batch}"
+        "training.max_steps=23",
+        "training.eval_steps=null",
+        f"training.per_device_train_batch_size={batch}",
     )
-    assert settings.training.measured_every(64) == every  # training reads twice as many blocks in between
+    assert (
+        settings.training.measured_every(64) == every
+    )  # training reads twice as many blocks in between
 
 
 def test_a_held_out_split_shorter_than_a_block_is_not_measured_unless_it_is_asked_for(
@@ -140,7 +153,9 @@ def test_progress_has_the_latest_figures_with_their_steps(
     assert loss_steps == logged
     assert eval_steps == [None, None, 3, 3, 3, 6, 6, 6]
     assert shown == [losses[step] for step in logged]
-    assert seen.figures[0]["tokens_per_second"] == 4 * 32 / 2  # 4 blocks; a look at the clock takes 2 seconds
+    assert (
+        seen.figures[0]["tokens_per_second"] == 4 * 32 / 2
+    )  # 4 blocks; a look at the clock takes 2 seconds
 
 
 # --- interrupted and resumed
@@ -171,8 +186,13 @@ def empty_random_numbers(checkpoint: Path) -> None:
         path.write_bytes(b"")
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], object], int]] = {  # and the step at which the run goes on
-    "weights with a flipped byte": (lambda checkpoint: flip_a_byte(checkpoint / "model.safetensors"), 5),
+DAMAGES: dict[
+    str, tuple[Callable[[Path], object], int]
+] = {  # and the step at which the run goes on
+    "weights with a flipped byte": (
+        lambda checkpoint: flip_a_byte(checkpoint / "model.safetensors"),
+        5,
+    ),
     "killed before the manifest": (lambda checkpoint: (checkpoint / "manifest.json").unlink(), 5),
     "random numbers of both": (empty_random_numbers, 1),
 }
@@ -199,7 +219,9 @@ def test_a_damaged_checkpoint_is_dropped_for_the_one_before(
     assert "checkpoint-6" in capsys.readouterr().err
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python's own, about forking with threads
+@pytest.mark.filterwarnings(
+    "ignore:This process:DeprecationWarning"
+)  # Python's own, about forking with threads
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_damaged_shard_is_named_before_any_training_on_it(
     workers: int, pretraining: Pretraining, small_store: TokenStore, steps: type, tmp_path: Path
@@ -208,15 +230,23 @@ def test_a_damaged_shard_is_named_before_any_training_on_it(
     (shard,) = (tmp_path / "tokens" / "train").iterdir()
     flip_a_byte(shard)
     seen = steps()
-    recipe = pretraining(f"data.tokens={tmp_path / 'tokens'}", f"training.dataloader_num_workers={workers}")
+    recipe = pretraining(
+        f"data.tokens={tmp_path / 'tokens'}", f"training.dataloader_num_workers={workers}"
+    )
     with pytest.raises(UserError) as caught:
         pretrain(recipe, tmp_path / "run", progress=seen)
-    assert str(caught.value) == f"{shard} is missing, cut short or altered: write the store again, with --overwrite."
+    assert (
+        str(caught.value)
+        == f"{shard} is missing, cut short or altered: write the store again, with --overwrite."
+    )
     assert seen == []
 
 
 def test_other_settings_are_refused_and_overwriting_replaces(
-    pretraining: Pretraining, undisturbed: Path, contents: Callable[[Path], dict[str, bytes]], tmp_path: Path
+    pretraining: Pretraining,
+    undisturbed: Path,
+    contents: Callable[[Path], dict[str, bytes]],
+    tmp_path: Path,
 ) -> None:
     pretrain(pretraining("training.seed=1"), tmp_path / "run")
     before = contents(tmp_path)
@@ -228,13 +258,19 @@ def test_other_settings_are_refused_and_overwriting_replaces(
 
 
 def test_a_finished_run_is_not_repeated_whatever_does_not_change_its_result(
-    pretraining: Pretraining, small_store: TokenStore, undisturbed: Path, steps: type, tmp_path: Path
+    pretraining: Pretraining,
+    small_store: TokenStore,
+    undisturbed: Path,
+    steps: type,
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "moved").symlink_to(small_store.path)
     before = result(undisturbed)
     seen = steps()
     settings = ("training.report_to=all", "training.fsdp=true", "training.dataloader_num_workers=1")
-    pretrain(pretraining(f"data.tokens={tmp_path / 'moved'}", *settings), undisturbed, progress=seen)
+    pretrain(
+        pretraining(f"data.tokens={tmp_path / 'moved'}", *settings), undisturbed, progress=seen
+    )
     assert seen == []
     assert result(undisturbed) == before
 
@@ -242,7 +278,9 @@ def test_a_finished_run_is_not_repeated_whatever_does_not_change_its_result(
 # --- the loss, and what does not change it
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # on a machine of one core
+@pytest.mark.filterwarnings(
+    "ignore:This DataLoader will create:UserWarning"
+)  # on a machine of one core
 def test_the_number_of_loading_workers_changes_nothing(
     pretraining: Pretraining, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -280,16 +318,23 @@ def test_the_first_loss_is_the_mean_over_the_batchs_text_tokens(
 def gpt2(small_store: TokenStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small GPT-2 as transformers saves it, with the store's tokenizer and random weights."""
     torch.manual_seed(0)
-    config = GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=40, vocab_size=small_store.manifest.vocab_size)
+    config = GPT2Config(
+        n_embd=16, n_layer=1, n_head=2, n_positions=40, vocab_size=small_store.manifest.vocab_size
+    )
     folder = tmp_path_factory.mktemp("gpt2")
     GPT2LMHeadModel(config).save_pretrained(folder)
     small_store.tokenizer.save_pretrained(folder)
     return folder
 
 
-def test_a_run_starts_from_an_own_checkpoint(pretraining: Pretraining, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_run_starts_from_an_own_checkpoint(
+    pretraining: Pretraining, undisturbed: Path, tmp_path: Path
+) -> None:
     pretrain(pretraining(*ONE_STEP), tmp_path / "run", init=undisturbed)
-    start, end = load_file(undisturbed / "model.safetensors"), load_file(tmp_path / "run" / "model.safetensors")
+    start, end = (
+        load_file(undisturbed / "model.safetensors"),
+        load_file(tmp_path / "run" / "model.safetensors"),
+    )
     torch.testing.assert_close(end, start, rtol=0, atol=0)
 
 
@@ -302,7 +347,10 @@ def test_a_gpt2_is_given_a_second_attention_and_a_meta_token_and_resumes(
     interrupt(run, steps, 5)
     run()
     config = load_model(tmp_path / "undisturbed").config
-    assert (config.second_attention, config.meta_token_id) == ("causal", small_store.tokenizer.meta_token_id)
+    assert (config.second_attention, config.meta_token_id) == (
+        "causal",
+        small_store.tokenizer.meta_token_id,
+    )
     assert result(tmp_path / "run") == result(tmp_path / "undisturbed")
 
 
@@ -325,16 +373,24 @@ def test_a_model_whose_vocabulary_does_not_fit_the_text_is_refused(
     pretraining: Pretraining, gpt2: Path, tmp_path: Path
 ) -> None:
     recipe = pretraining("model.second_attention=none")
-    with pytest.raises(UserError, match=r"model's meta_token_id is None and that of the text's tokenizer 768"):
+    with pytest.raises(
+        UserError, match=r"model's meta_token_id is None and that of the text's tokenizer 768"
+    ):
         pretrain(recipe, tmp_path / "run", init=gpt2)
-    GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=300)).save_pretrained(tmp_path / "small")
+    GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=300)).save_pretrained(
+        tmp_path / "small"
+    )
     with pytest.raises(UserError, match="300 vocabulary entries and the text's tokenizer 768"):
         pretrain(recipe, tmp_path / "run", init=tmp_path / "small")
     assert not (tmp_path / "run").exists()
 
 
-def test_an_adapter_needs_a_base_that_can_be_loaded(pretraining: Pretraining, tmp_path: Path) -> None:
+def test_an_adapter_needs_a_base_that_can_be_loaded(
+    pretraining: Pretraining, tmp_path: Path
+) -> None:
     recipe = pretraining("training.lora_rank=2", "training.keep_adapter=true")
-    with pytest.raises(UserError, match=r"training\.keep_adapter needs a base that is on the disk as it is now"):
+    with pytest.raises(
+        UserError, match=r"training\.keep_adapter needs a base that is on the disk as it is now"
+    ):
         pretrain(recipe, tmp_path / "run")
     assert not (tmp_path / "run" / "model.safetensors").exists()

@@ -39,8 +39,16 @@ def test_overwrite_keeps_what_the_run_reads_and_folders_of_others(tmp_path: Path
     is_finished(out, SETTINGS)
     (out / "own.jsonl").write_text("{}")
     (tmp_path / "link").symlink_to(out, target_is_directory=True)
-    for path in (out / "own.jsonl", tmp_path / "link" / "own.jsonl", out / "sub" / ".." / "own.jsonl", out):
-        with pytest.raises(UserError, match=r"--overwrite would remove .*, which this run reads; give another folder"):
+    for path in (
+        out / "own.jsonl",
+        tmp_path / "link" / "own.jsonl",
+        out / "sub" / ".." / "own.jsonl",
+        out,
+    ):
+        with pytest.raises(
+            UserError,
+            match=r"--overwrite would remove .*, which this run reads; give another folder",
+        ):
             is_finished(out, SETTINGS, overwrite=True, inputs=[None, path])
     assert (out / "own.jsonl").exists()
     foreign = tmp_path / "editor"
@@ -51,7 +59,9 @@ def test_overwrite_keeps_what_the_run_reads_and_folders_of_others(tmp_path: Path
     assert (foreign / "settings.json").read_text() == '{"editor.fontSize": 12}'
 
 
-def test_another_process_waits_for_the_first_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_waits_for_the_first_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "run"
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(run_folder, "PATIENCE", 0.2)
@@ -72,7 +82,9 @@ def test_another_process_waits_for_the_first_one(tmp_path: Path, monkeypatch: py
         ({"recipe": {"training": {"seed": 0}}}, "recipe.training.max_steps was 5 and is now None"),
     ],
 )
-def test_other_settings_are_refused_and_named(other: dict[str, object], difference: str, tmp_path: Path) -> None:
+def test_other_settings_are_refused_and_named(
+    other: dict[str, object], difference: str, tmp_path: Path
+) -> None:
     is_finished(tmp_path / "run", SETTINGS)
     (tmp_path / "run" / "curve.jsonl").write_text("kept")
     with pytest.raises(UserError, match="holds a run with other settings") as caught:
@@ -118,7 +130,9 @@ def test_a_second_process_is_refused_and_a_dead_one_holds_nothing(
         time.sleep(0.01)
     (out / "curve.jsonl").write_text("half written")
     for overwrite in (False, True):
-        with pytest.raises(UserError, match=r"another process works in .*run; wait for it, or give another folder"):
+        with pytest.raises(
+            UserError, match=r"another process works in .*run; wait for it, or give another folder"
+        ):
             is_finished(out, settings, overwrite=overwrite)
     assert (out / "curve.jsonl").read_text() == "half written"
     holder.end()
@@ -126,7 +140,9 @@ def test_a_second_process_is_refused_and_a_dead_one_holds_nothing(
     assert (out / "curve.jsonl").read_text() == "half written"
 
 
-def test_the_first_of_several_processes_holds_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_of_several_processes_holds_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with open_run(tmp_path / "run", SETTINGS):
         monkeypatch.setenv("RANK", "1")
         assert is_finished(tmp_path / "run", SETTINGS) is False
@@ -143,12 +159,17 @@ def test_overwriting_removes_everything_that_the_run_left(tmp_path: Path) -> Non
     assert (tmp_path / "elsewhere" / "kept.txt").read_text() == "kept"
 
 
-def test_several_processes_do_not_replace_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_do_not_replace_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert is_finished(tmp_path / "run", SETTINGS) is False
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        with pytest.raises(UserError, match=r"cannot replace a run together: remove .*run if it is there, and leave"):
+        with pytest.raises(
+            UserError,
+            match=r"cannot replace a run together: remove .*run if it is there, and leave",
+        ):
             is_finished(tmp_path / "run", SETTINGS, overwrite=True)
     assert (tmp_path / "run" / "settings.json").exists()
 
@@ -162,7 +183,11 @@ FINETUNED = {"recipe": {"training": {"seed": 7}, "task": {"condition": "decoy"}}
 @pytest.mark.parametrize(
     ("run", "folder", "fields"),
     [
-        (FINETUNED | {"task": "parity"}, "64", {"seed": 7, "train_condition": "decoy", "train_length": 64}),
+        (
+            FINETUNED | {"task": "parity"},
+            "64",
+            {"seed": 7, "train_condition": "decoy", "train_length": 64},
+        ),
         (FINETUNED, "data", {"seed": 7}),  # on a user's own records
         ({"recipe": {"training": {"seed": 4}}}, ".", {"seed": 4}),  # as pretraining leaves it
         ([], "64", {}),

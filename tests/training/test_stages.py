@@ -56,7 +56,9 @@ def test_the_rate_of_a_stage_does_not_decay(finetuned: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def finetuned(model: Path, finetuning: Finetuning, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finetuned(
+    model: Path, finetuning: Finetuning, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A run with two stages, the first with settings of its own."""
     first = f"{SHORT}, learning_rate: 0.01, per_device_train_batch_size: 2"
     out = tmp_path_factory.mktemp("stages")
@@ -66,7 +68,11 @@ def finetuned(model: Path, finetuning: Finetuning, tmp_path_factory: pytest.Temp
 
 
 def test_a_stage_that_was_interrupted_after_its_last_checkpoint_is_over(
-    model: Path, finetuning: Finetuning, steps: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    finetuning: Finetuning,
+    steps: type,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recipe = finetuning(stages(SHORT))
     finetune(recipe, model, tmp_path / "undisturbed", task="parity")
@@ -111,7 +117,10 @@ def test_a_drill_asks_for_the_tokens_in_its_bracket(task: str, small_store: Toke
 @pytest.mark.parametrize(
     ("stage", "sentence"),
     [
-        ("lists: [3, 2], items: [3, 4], max_steps: 4", "3 to 2 is not a range: the smaller number comes first"),
+        (
+            "lists: [3, 2], items: [3, 4], max_steps: 4",
+            "3 to 2 is not a range: the smaller number comes first",
+        ),
         ("lists: [2, 3], max_steps: 4", r"task.stages.0.items is missing"),
         (f"{SHORT}, wide: 1", r"task.stages.0.wide is not a setting; allowed are lists, items"),
     ],
@@ -124,9 +133,21 @@ def test_a_stage_that_makes_no_sense_is_refused(stage: str, sentence: str) -> No
 @pytest.mark.parametrize(
     ("task", "stage", "sentence"),
     [
-        ("copying", f"{SHORT}, inside_loss: 1.0", "inside_loss works with segment_counting alone, not with copying"),
-        ("list_recall", "lists: [15, 15], items: [20, 20], max_steps: 4", "no list_recall prompt of 15 lists of 20"),
-        ("copying", "lists: [8, 8], items: [9, 9], max_steps: 4, drill: true", "no drill of 8 lists of 9 items has at"),
+        (
+            "copying",
+            f"{SHORT}, inside_loss: 1.0",
+            "inside_loss works with segment_counting alone, not with copying",
+        ),
+        (
+            "list_recall",
+            "lists: [15, 15], items: [20, 20], max_steps: 4",
+            "no list_recall prompt of 15 lists of 20",
+        ),
+        (
+            "copying",
+            "lists: [8, 8], items: [9, 9], max_steps: 4, drill: true",
+            "no drill of 8 lists of 9 items has at",
+        ),
     ],
 )
 def test_a_stage_without_prompts_is_refused_before_any_training(

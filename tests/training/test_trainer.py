@@ -21,9 +21,13 @@ from tests.training.conftest import Pretraining, TrainerOf, cosine_decay, figure
 
 
 @pytest.fixture
-def papers_trainer(pretraining: Pretraining, trainer_of: TrainerOf, tmp_path: Path) -> MetaTokenTrainer:
+def papers_trainer(
+    pretraining: Pretraining, trainer_of: TrainerOf, tmp_path: Path
+) -> MetaTokenTrainer:
     """A small model's trainer with the settings of the paper's recipe."""
-    paper = load_recipe(PretrainRecipe, "paper", ["training.bf16=false", "training.torch_compile=false"])
+    paper = load_recipe(
+        PretrainRecipe, "paper", ["training.bf16=false", "training.torch_compile=false"]
+    )
     recipe = pretraining().model_copy(update={"training": paper.training})
     return trainer_of(partial(pretrain, recipe, tmp_path / "run"))
 
@@ -42,13 +46,19 @@ def test_the_optimizer_is_the_papers(papers_trainer: MetaTokenTrainer) -> None:
     betas = {group["betas"] for group in papers_trainer.optimizer.param_groups}
     assert isinstance(papers_trainer.optimizer, torch.optim.AdamW)
     assert betas == {(0.9, 0.95)}
-    assert (arguments.max_grad_norm, arguments.max_steps, arguments.gradient_accumulation_steps) == (1.0, 200_000, 40)
+    assert (
+        arguments.max_grad_norm,
+        arguments.max_steps,
+        arguments.gradient_accumulation_steps,
+    ) == (1.0, 200_000, 40)
 
 
 def test_weight_decay_on_all_matrices_and_nothing_else(
     pretraining: Pretraining, trainer_of: TrainerOf, tmp_path: Path
 ) -> None:
-    recipe = pretraining("model.bias=true", "model.position_embedding=learned", "training.weight_decay=0.1")
+    recipe = pretraining(
+        "model.bias=true", "model.position_embedding=learned", "training.weight_decay=0.1"
+    )
     trainer = trainer_of(partial(pretrain, recipe, tmp_path / "run"))
     decayed, plain = trainer.optimizer.param_groups
     dimensions = [{parameter.ndim for parameter in group["params"]} for group in (decayed, plain)]
@@ -74,7 +84,10 @@ def test_a_run_follows_its_own_schedule(pretraining: Pretraining, tmp_path: Path
 
 
 def test_one_process_uses_one_of_several_gpus_and_says_how_to_use_all(
-    pretraining: Pretraining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pretraining: Pretraining,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     pretrain(pretraining(), tmp_path / "one")
     set_up = TrainingArguments._setup_devices.func
@@ -101,7 +114,9 @@ class Tracker(TrainerCallback):
 
     logged: list[dict[str, float]]
 
-    def on_log(self, args: object, state: object, control: object, logs: dict[str, float], **kwargs: object) -> None:
+    def on_log(
+        self, args: object, state: object, control: object, logs: dict[str, float], **kwargs: object
+    ) -> None:
         self.logged.append(logs)
 
 
@@ -153,13 +168,21 @@ def test_a_loss_that_is_no_number_stops_and_leaves_the_last_good_checkpoint(
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(MetaTokenTrainer, "training_step", spoil)
-    with pytest.raises(UserError, match=r"before step 6: the loss is nan .* on the items 20 to 23 of the"):
+    with pytest.raises(
+        UserError, match=r"before step 6: the loss is nan .* on the items 20 to 23 of the"
+    ):
         pretrain(pretraining(), tmp_path / "run")
     assert contents(checkpoints) == before
     assert last_good_checkpoint(checkpoints) == checkpoints / "checkpoint-4"
 
 
-def test_a_learning_rate_that_makes_the_weights_overflow(pretraining: Pretraining, tmp_path: Path) -> None:
-    overrides = ("training.learning_rate=1.0e+38", "training.warmup_steps=0", "training.save_steps=1")
+def test_a_learning_rate_that_makes_the_weights_overflow(
+    pretraining: Pretraining, tmp_path: Path
+) -> None:
+    overrides = (
+        "training.learning_rate=1.0e+38",
+        "training.warmup_steps=0",
+        "training.save_steps=1",
+    )
     with pytest.raises(UserError, match=r"before step 2: .* at learning rate 9"):
         pretrain(pretraining(*overrides), tmp_path / "run")

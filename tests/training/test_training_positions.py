@@ -27,7 +27,9 @@ def test_half_of_the_sequences_have_one_jump_at_any_place_and_of_any_size() -> N
     indices = np.bincount(gaps[has_jump].argmax(dim=1), minlength=10)
     sizes = np.bincount(gaps[has_jump].sum(dim=1), minlength=21)[1:]
     assert jumps_of_a_row.max() == 1
-    assert has_jump.double().mean().item() == pytest.approx(0.5 * 20 / 21, abs=0.03)  # a jump may be of size 0
+    assert has_jump.double().mean().item() == pytest.approx(
+        0.5 * 20 / 21, abs=0.03
+    )  # a jump may be of size 0
     assert chisquare(indices).pvalue > 1e-3
     assert chisquare(sizes).pvalue > 1e-3
     assert drawn.max() == 29
@@ -61,7 +63,10 @@ def test_training_sees_the_drawn_positions_and_evaluation_the_plain_ones(
 
 def test_a_learned_table_must_hold_the_limit(small_model: Models) -> None:
     model = load_model(small_model(position_embedding="learned", max_position_embeddings=48))
-    with pytest.raises(UserError, match="longer than the 48 learned positions"), position_jumps(model, 49):
+    with (
+        pytest.raises(UserError, match="longer than the 48 learned positions"),
+        position_jumps(model, 49),
+    ):
         pass
 
 

@@ -32,7 +32,11 @@ def yarn(factor: float) -> dict[str, Any]:
 
 def extended(factor: float) -> MetaGPT2ForCausalLM:
     """A model of the paper's head size and context, extended; the rest is tiny."""
-    sizes = {"hidden_size": HEAD_SIZE, "num_attention_heads": 1, "max_position_embeddings": ORIGINAL}
+    sizes = {
+        "hidden_size": HEAD_SIZE,
+        "num_attention_heads": 1,
+        "max_position_embeddings": ORIGINAL,
+    }
     model = tiny_model(**sizes, num_hidden_layers=1, dtype=torch.float32)
     apply_yarn(model, factor, ORIGINAL)
     return model
@@ -41,7 +45,9 @@ def extended(factor: float) -> MetaGPT2ForCausalLM:
 def authors_frequencies(size: int, original: int, factor: float) -> list[float]:
     """The frequencies of the authors' code: a ramp that is linear in the index of the frequency."""
 
-    def index_that_turns(times: float) -> float:  # original / (2 pi base^(2i/size)) = times, solved for i
+    def index_that_turns(
+        times: float,
+    ) -> float:  # original / (2 pi base^(2i/size)) = times, solved for i
         return size * math.log(original / (2 * math.pi * times)) / (2 * math.log(10000))
 
     low = max(math.floor(index_that_turns(32)), 0)
@@ -57,7 +63,11 @@ def authors_frequencies(size: int, original: int, factor: float) -> list[float]:
 @FACTORS
 def test_tables_are_those_of_transformers_and_of_the_authors(factor: float) -> None:
     model = extended(factor)
-    sizes = {"hidden_size": HEAD_SIZE, "num_attention_heads": 1, "max_position_embeddings": int(ORIGINAL * factor)}
+    sizes = {
+        "hidden_size": HEAD_SIZE,
+        "num_attention_heads": 1,
+        "max_position_embeddings": int(ORIGINAL * factor),
+    }
     llama = LlamaConfig(**sizes, rope_parameters=yarn(factor))
     frequencies, scale = ROPE_INIT_FUNCTIONS["yarn"](llama)
     ours = model.model.rotary_emb
@@ -90,7 +100,9 @@ def test_both_attentions_use_them(second_attention: str, monkeypatch: pytest.Mon
     expected = DenseOracle(model).logits(sequence)
     extended_logits = model(torch.tensor([sequence])).logits[0]
     largest = expected.abs().max().item()
-    torch.testing.assert_close(extended_logits, expected, rtol=0, atol=3e-6 * largest, check_dtype=False)
+    torch.testing.assert_close(
+        extended_logits, expected, rtol=0, atol=3e-6 * largest, check_dtype=False
+    )
     assert (plain - expected).abs().max() > 0.05 * largest
 
 
@@ -104,8 +116,14 @@ def test_the_models_own_base_is_kept() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"position_embedding": "none"}, "position_embedding 'none'; YaRN extends rotary positions"),
-        ({"rope_parameters": yarn(4.0)}, r"scaled already \(rope_type 'yarn'\); extend the model that it came from"),
+        (
+            {"position_embedding": "none"},
+            "position_embedding 'none'; YaRN extends rotary positions",
+        ),
+        (
+            {"rope_parameters": yarn(4.0)},
+            r"scaled already \(rope_type 'yarn'\); extend the model that it came from",
+        ),
     ],
 )
 def test_other_positions_are_refused(fields: dict[str, Any], message: str) -> None:
@@ -116,6 +134,8 @@ def test_other_positions_are_refused(fields: dict[str, Any], message: str) -> No
 @pytest.mark.parametrize("factor", [1.0, 1.3, math.nan])
 def test_a_factor_that_gives_no_longer_context_is_refused(factor: float) -> None:
     model = tiny_model()
-    with pytest.raises(UserError, match=f"^factor {factor:g} extends 48 tokens to .*; it must be above 1"):
+    with pytest.raises(
+        UserError, match=f"^factor {factor:g} extends 48 tokens to .*; it must be above 1"
+    ):
         apply_yarn(model, factor, 48)
     assert model.config.rope_parameters["rope_type"] == "default"

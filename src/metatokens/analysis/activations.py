@@ -46,7 +46,9 @@ def run_with_cache(
     """
     prompt = input_ids.squeeze(0)
     if prompt.dim() != 1:
-        raise UserError(f"run_with_cache takes one prompt, and input_ids has the shape {tuple(input_ids.shape)}.")
+        raise UserError(
+            f"run_with_cache takes one prompt, and input_ids has the shape {tuple(input_ids.shape)}."
+        )
     seen = observe(model, prompt)
     cache: dict[str, Tensor] = {}
     for layer, (before, after) in enumerate(pairwise(seen.states)):

@@ -31,7 +31,9 @@ class PromptIds:
 
     ids: Tensor  # (length,) int64
     is_meta: Tensor  # (length,) bool
-    metas: list[int]  # the meta-tokens' positions, ascending; there is at least one, and the last has text before it
+    metas: list[
+        int
+    ]  # the meta-tokens' positions, ascending; there is at least one, and the last has text before it
     answer: int  # the answer's first id
 
     @classmethod
@@ -42,10 +44,16 @@ class PromptIds:
             UserError: if it has no meta-token with text before it.
         """
         ids = torch.tensor(example.input_ids[: example.answer_start])
-        is_meta = ids == meta_token_id if meta_token_id is not None else torch.zeros_like(ids, dtype=torch.bool)
+        is_meta = (
+            ids == meta_token_id
+            if meta_token_id is not None
+            else torch.zeros_like(ids, dtype=torch.bool)
+        )
         metas = is_meta.nonzero()[:, 0].tolist()
         if not metas or is_meta[: metas[-1]].all():
-            raise UserError("an analysed prompt has no meta-token of the model's after some text; each needs one.")
+            raise UserError(
+                "an analysed prompt has no meta-token of the model's after some text; each needs one."
+            )
         return cls(ids, is_meta, metas, example.input_ids[example.answer_start])
 
     def text_before(self, position: int) -> int | None:
@@ -63,7 +71,9 @@ class AttentionInputs:
     queries: Tensor
     keys: Tensor
     values: Tensor
-    positions: Tensor  # (rows,) int64, the rows' positions in the prompt: all of them, or the meta-tokens'
+    positions: (
+        Tensor  # (rows,) int64, the rows' positions in the prompt: all of them, or the meta-tokens'
+    )
     scaling: float  # of the logits, mostly 1 / sqrt(head size)
     softcap: float | None = None  # c, if a logit x becomes c tanh(x / c), as in Gemma 2
     mask: Tensor | None = None  # (rows, rows) float64, added to the logits; None is a causal mask
@@ -127,11 +137,15 @@ def observe(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None) -> 
     with ExitStack() as hooks:
         hooks.enter_context(_attending(model, recorder.attend))
         for block in blocks:
-            hooks.enter_context(block.register_forward_pre_hook(recorder.note_state_before, with_kwargs=True))
+            hooks.enter_context(
+                block.register_forward_pre_hook(recorder.note_state_before, with_kwargs=True)
+            )
         hooks.enter_context(blocks[-1].register_forward_hook(recorder.note_last_state))
         for module in model.modules():
             if isinstance(module, MetaAttention):
-                hooks.enter_context(module.register_forward_pre_hook(recorder.note_meta_attention, with_kwargs=True))
+                hooks.enter_context(
+                    module.register_forward_pre_hook(recorder.note_meta_attention, with_kwargs=True)
+                )
         logits = model(ids[None].to(model.device), attention_mask=added, use_cache=False).logits[0]
     if "attention" not in {module for module, _ in recorder.attention}:
         raise _unreadable(model)
@@ -155,7 +169,9 @@ class _Recorder:
         hidden_states = output[0] if isinstance(output, tuple | ModelOutput) else output
         self.states.append(hidden_states[0].double())
 
-    def note_meta_attention(self, module: MetaAttention, args: tuple[Tensor], kwargs: dict[str, Any]) -> None:
+    def note_meta_attention(
+        self, module: MetaAttention, args: tuple[Tensor], kwargs: dict[str, Any]
+    ) -> None:
         projected = module.project(args[0], kwargs["rotary"], log_keys=kwargs.get("log_keys"))
         queries, keys, values = (tensor[0].double() for tensor in projected)
         inputs = AttentionInputs(queries, keys, values, kwargs["rows"].index[0], module.scaling)
@@ -174,7 +190,9 @@ class _Recorder:
     ) -> tuple[Tensor, None]:
         """A plain attention function with the interface of transformers."""
         if kwargs.get("s_aux") is not None:
-            raise UserError(f"the attention of a {self._model_class} has sinks, which cannot be observed.")
+            raise UserError(
+                f"the attention of a {self._model_class} has sinks, which cannot be observed."
+            )
         queries_per_key = query.shape[1] // key.shape[1]
         inputs = AttentionInputs(
             queries=query[0].double(),
@@ -186,7 +204,9 @@ class _Recorder:
             mask=None if attention_mask is None else _added_mask(attention_mask[0, 0]),
         )
         is_second = isinstance(module, CausalAttention) and module.is_second
-        self.attention["second_attention" if is_second else "attention", len(self.states) - 1] = inputs
+        self.attention["second_attention" if is_second else "attention", len(self.states) - 1] = (
+            inputs
+        )
         attended = inputs.weights().to(value.dtype) @ inputs.values.to(value.dtype)
         return attended.transpose(0, 1)[None], None
 

@@ -54,8 +54,12 @@ class Schedule:
 
 
 PAPER_EXAMPLES = 50
-PAPER_SCHEDULE = Schedule(batch=1, epochs=5, learning_rate=1e-2)  # Adam's usual 1e-3 gives less than guessing
-SCHEDULE = Schedule(batch=250, epochs=100, learning_rate=3e-2)  # four times as many epochs gain a few per cent
+PAPER_SCHEDULE = Schedule(
+    batch=1, epochs=5, learning_rate=1e-2
+)  # Adam's usual 1e-3 gives less than guessing
+SCHEDULE = Schedule(
+    batch=250, epochs=100, learning_rate=3e-2
+)  # four times as many epochs gain a few per cent
 
 
 class Bottleneck(nn.Module):
@@ -82,7 +86,9 @@ def code_rate(mu: Tensor, sigma: Tensor) -> Tensor:
     return (mu**2 + sigma**2 - 1 - 2 * sigma.log()).sum(dim=-1) / 2
 
 
-def fit(states: Tensor, answers: Tensor, *, classes: int, beta: float, schedule: Schedule, seed: int) -> Bottleneck:
+def fit(
+    states: Tensor, answers: Tensor, *, classes: int, beta: float, schedule: Schedule, seed: int
+) -> Bottleneck:
     """Train a bottleneck.
 
     Args:
@@ -113,7 +119,9 @@ def fit(states: Tensor, answers: Tensor, *, classes: int, beta: float, schedule:
 
 
 @torch.inference_mode()
-def score(bottleneck: Bottleneck, states: Tensor, answers: Tensor, *, seed: int) -> dict[str, Tensor]:
+def score(
+    bottleneck: Bottleneck, states: Tensor, answers: Tensor, *, seed: int
+) -> dict[str, Tensor]:
     """`rate` and `distortion` of each example, (examples,), the latter a mean over draws."""
     generator = torch.Generator().manual_seed(seed)
     mu, sigma = bottleneck.encode(states)
@@ -132,7 +140,9 @@ def final_states(model: PreTrainedModel, examples: Sequence[Example]) -> dict[st
     """
     model.eval()
     prompts = [PromptIds.of(example, model.config.meta_token_id) for example in examples]
-    read = torch.tensor([(prompt.text_before(prompt.metas[-1]), prompt.metas[-1]) for prompt in prompts])
+    read = torch.tensor(
+        [(prompt.text_before(prompt.metas[-1]), prompt.metas[-1]) for prompt in prompts]
+    )
     lengths = [len(prompt.ids) for prompt in prompts]
     decoder, _ = decoder_of(model)
     states_of_batches: list[Tensor] = []
@@ -140,7 +150,9 @@ def final_states(model: PreTrainedModel, examples: Sequence[Example]) -> dict[st
     for rows in by_length(lengths, max(1, TOKENS_A_BATCH // max(lengths))):
         # Padding is on the right, which causal attention never sees, so no mask is needed.
         ids = pad_sequence([prompts[row].ids for row in rows], batch_first=True)
-        hidden = decoder(input_ids=ids.to(model.device), use_cache=False).last_hidden_state.float().cpu()
+        hidden = (
+            decoder(input_ids=ids.to(model.device), use_cache=False).last_hidden_state.float().cpu()
+        )
         states_of_batches.append(hidden[torch.arange(len(rows))[:, None], read[rows]])
         order += rows
     states = torch.cat(states_of_batches)[torch.tensor(order).argsort()]
@@ -203,7 +215,9 @@ def rate_distortion(
         frequencies = answers[rows].bincount()
         nats = float(entropy(frequencies))
         n = int(frequencies.sum())
-        measured.append(Measurement(**common, metric="answer_entropy", split=split, value=nats, n=n))
+        measured.append(
+            Measurement(**common, metric="answer_entropy", split=split, value=nats, n=n)
+        )
     for schedule, scored in ((PAPER_SCHEDULE, paper_rows), (SCHEDULE, other_rows)):
         for subject, states in states_by_subject.items():
             for point in _points(schedule, states, answers, scored, fits):

@@ -25,7 +25,9 @@ NEAR = 8  # text tokens before the final meta-token, mostly those of the questio
 
 
 @takes_wrapped
-def residual(model: PreTrainedModel, examples: Sequence[Example], shared: About) -> list[Measurement]:
+def residual(
+    model: PreTrainedModel, examples: Sequence[Example], shared: About
+) -> list[Measurement]:
     """Similarity of states in the residual stream, and the attention of the final meta-token; means over examples.
 
     - `similarity_centred`: cosine of the state of each meta-token (`subject` meta, by `marker`), or of its control
@@ -90,14 +92,18 @@ def _unit_states(prompt: PromptIds, seen: Observation) -> list[Tensor]:
     return units
 
 
-def _similarities(samples: Samples, number: int, prompt: PromptIds, units: Sequence[Tensor]) -> None:
+def _similarities(
+    samples: Samples, number: int, prompt: PromptIds, units: Sequence[Tensor]
+) -> None:
     for meta in prompt.metas:
         control = prompt.text_before(meta)
         if control is None:
             continue
         marker = "final" if meta == prompt.metas[-1] else "context"
         for subject, position in (("meta", meta), ("text", control)):
-            _similarities_before(samples, number, prompt, units, position, marker=marker, subject=subject)
+            _similarities_before(
+                samples, number, prompt, units, position, marker=marker, subject=subject
+            )
 
 
 def _similarities_before(
@@ -126,9 +132,13 @@ def _similarities_before(
             )
 
 
-def _attention_of_final(samples: Samples, number: int, prompt: PromptIds, seen: Observation) -> None:
+def _attention_of_final(
+    samples: Samples, number: int, prompt: PromptIds, seen: Observation
+) -> None:
     class_of_position = np.array(key_classes(prompt))
-    modules: set[str] = set()  # that were described: the keys of a module are the same in every layer
+    modules: set[str] = (
+        set()
+    )  # that were described: the keys of a module are the same in every layer
     for (module, layer), inputs in seen.attention.items():
         weights = _final_weights(prompt, inputs)
         key_positions = inputs.positions[: weights.shape[1]].cpu().numpy()
@@ -138,7 +148,9 @@ def _attention_of_final(samples: Samples, number: int, prompt: PromptIds, seen: 
             is_of_class = torch.from_numpy(class_of_key == keys)
             if module not in modules:
                 share = is_of_class.double().mean()
-                samples.add(number, share, metric="attention_weight_if_uniform", module=module, keys=keys)
+                samples.add(
+                    number, share, metric="attention_weight_if_uniform", module=module, keys=keys
+                )
             for head, weight in enumerate(weights[:, is_of_class].sum(dim=1)):
                 samples.add(
                     number,

@@ -16,7 +16,9 @@ class Samples:
     """Values of one example after another, grouped by those fields of a `Measurement` in which they differ."""
 
     def __init__(self) -> None:
-        self._values: dict[tuple[tuple[str, Any], ...], dict[int, list[np.ndarray]]] = defaultdict(dict)
+        self._values: dict[tuple[tuple[str, Any], ...], dict[int, list[np.ndarray]]] = defaultdict(
+            dict
+        )
 
     def add(self, example: int, values: Tensor, **fields: Any) -> None:
         """Add values of any shape, numbers or booleans, of the example with this number."""
@@ -60,6 +62,8 @@ def summary(examples: Sequence[np.ndarray]) -> dict[str, Any]:
 
 def _error_of_ratio(examples: Sequence[np.ndarray], mean: float) -> float:
     """The standard error of the ratio of the examples' sums to their counts."""
-    deviations = np.array([values.sum(dtype=np.float64) - mean * len(values) for values in examples])
+    deviations = np.array(
+        [values.sum(dtype=np.float64) - mean * len(values) for values in examples]
+    )
     n = len(examples)
     return math.sqrt((deviations**2).sum() * n / (n - 1)) / sum(map(len, examples))

@@ -50,7 +50,9 @@ def premise_holds(logits: Tensor, index: Tensor) -> Tensor:
 
 
 @takes_wrapped
-def sharpness(model: PreTrainedModel, examples: Sequence[Example], shared: About) -> list[Measurement]:
+def sharpness(
+    model: PreTrainedModel, examples: Sequence[Example], shared: About
+) -> list[Measurement]:
     """The effect of the meta-tokens' embeddings: a pass with them, minus a pass in which they are zero.
 
     Means over examples, for each attention module, layer and head, and for all layers and heads of a module together:
@@ -103,7 +105,9 @@ class _AttentionChanges:
     boosted: Tensor  # (heads, rows) bool, of j*
 
 
-def _changes_of_attention(prompt: PromptIds, intact: AttentionInputs, zeroed: AttentionInputs) -> _AttentionChanges:
+def _changes_of_attention(
+    prompt: PromptIds, intact: AttentionInputs, zeroed: AttentionInputs
+) -> _AttentionChanges:
     device = intact.positions.device
     metas = prompt.is_meta.to(device)[intact.positions].nonzero()[:, 0]
     rows = torch.arange(max(1, int(metas[0])), len(intact.positions), device=device)
@@ -129,7 +133,9 @@ def _change_of_log_odds(before: Tensor, after: Tensor, key: int) -> Tensor:
     return log_odds(after, index) - log_odds(before, index)
 
 
-def _add_heads(samples: Samples, number: int, changes: _AttentionChanges, module: str, layer: int) -> None:
+def _add_heads(
+    samples: Samples, number: int, changes: _AttentionChanges, module: str, layer: int
+) -> None:
     """Add each head's values to those of the head, and to those of all heads of the module."""
     values = {
         "attention_logit_change": changes.logits,

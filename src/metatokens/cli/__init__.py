@@ -33,7 +33,9 @@ PANELS = {
     "Report": (plot, report),
 }
 INTERRUPTED = 130  # typer's exit status after Ctrl-C
-UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy of click in typer, which exports neither
+UsageError: Any = (
+    typer.BadParameter.__base__
+)  # of click, or of the copy of click in typer, which exports neither
 
 
 class _Plain:
@@ -56,7 +58,9 @@ class _Verbs(_Plain, TyperGroup): ...  # type: ignore[misc]  # the same
 app = typer.Typer(cls=_Verbs, no_args_is_help=True, pretty_exceptions_enable=False)
 for panel, verbs in PANELS.items():
     for verb in verbs:
-        app.command(cls=_Verb, rich_help_panel=panel, short_help=(verb.__doc__ or "").partition("\n")[0])(verb)
+        app.command(
+            cls=_Verb, rich_help_panel=panel, short_help=(verb.__doc__ or "").partition("\n")[0]
+        )(verb)
 
 
 def _print_version(wanted: bool) -> None:
@@ -67,10 +71,14 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a mistake.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of a mistake.")
+    ] = False,
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Language models with learned meta-tokens: train, evaluate, report."""
@@ -84,7 +92,9 @@ def main(command: typer.Typer = app) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        status = command(standalone_mode=False)  # a mistake then comes here, and typer draws no box around it
+        status = command(
+            standalone_mode=False
+        )  # a mistake then comes here, and typer draws no box around it
     except (UserError, UsageError) as error:
         if "--debug" in sys.argv:
             raise
@@ -106,7 +116,9 @@ def _write_utf_8() -> None:
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
-            stream.reconfigure(encoding=stream.encoding if stream.isatty() else "utf-8", errors="backslashreplace")
+            stream.reconfigure(
+                encoding=stream.encoding if stream.isatty() else "utf-8", errors="backslashreplace"
+            )
 
 
 def _sentence(error: Exception) -> str:

@@ -22,13 +22,20 @@ if TYPE_CHECKING:
 
 def sample(
     task: options.Task,
-    phase: Annotated[int, typer.Option(metavar="PHASE", help="Difficulty, from 1 (easiest) to 5.")] = 1,
+    phase: Annotated[
+        int, typer.Option(metavar="PHASE", help="Difficulty, from 1 (easiest) to 5.")
+    ] = 1,
     condition: options.Condition = "paper",
     n: Annotated[int, typer.Option("-n", metavar="N", min=1, help="Number of examples.")] = 1,
     split: options.Split = "test",
-    tokenizer: Annotated[str, typer.Option(metavar="TOKENIZER", help=f"{options.TOKENIZER}.")] = "train:4096",
+    tokenizer: Annotated[
+        str, typer.Option(metavar="TOKENIZER", help=f"{options.TOKENIZER}.")
+    ] = "train:4096",
     corpus: Annotated[
-        str, typer.Option(metavar="CORPUS", help=f"Text for the task copying and for train:N: {options.CORPUS}.")
+        str,
+        typer.Option(
+            metavar="CORPUS", help=f"Text for the task copying and for train:N: {options.CORPUS}."
+        ),
     ] = options.BUILTIN,
 ) -> None:
     """Print examples of a task with their answers, as JSON lines."""
@@ -44,23 +51,44 @@ def sample(
         print(json.dumps(examples.sample(index, phase, split).to_record(), ensure_ascii=False))
 
 
-Prompt = Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text to continue, unless a file is given.")]
-Marker = Annotated[str | None, typer.Option(metavar="TEXT", help="What marks a meta-token in PROMPT, such as _PAUSE_.")]
+Prompt = Annotated[
+    str | None, typer.Argument(metavar="PROMPT", help="Text to continue, unless a file is given.")
+]
+Marker = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="What marks a meta-token in PROMPT, such as _PAUSE_."),
+]
 Chat = Annotated[
     bool,
-    typer.Option("--chat", help="Wrap PROMPT in the chat template as a user message; print only the answer."),
+    typer.Option(
+        "--chat", help="Wrap PROMPT in the chat template as a user message; print only the answer."
+    ),
 ]
-ShowMeta = Annotated[bool, typer.Option("--show-meta", help="Show meta-tokens in the output, such as <|meta|>.")]
-MaxNewTokens = Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Length limit of the new text.")]
+ShowMeta = Annotated[
+    bool, typer.Option("--show-meta", help="Show meta-tokens in the output, such as <|meta|>.")
+]
+MaxNewTokens = Annotated[
+    int, typer.Option(metavar="TOKENS", min=1, help="Length limit of the new text.")
+]
 MetaEvery = Annotated[
-    int | None, typer.Option(metavar="TOKENS", min=1, help="Insert a meta-token every so many generated tokens.")
+    int | None,
+    typer.Option(
+        metavar="TOKENS", min=1, help="Insert a meta-token every so many generated tokens."
+    ),
 ]
 Temperature = Annotated[
     float,
-    typer.Option(metavar="T", min=0.0, max=1e6, help="Sampling temperature; 0 always picks the likeliest token."),
+    typer.Option(
+        metavar="T",
+        min=0.0,
+        max=1e6,
+        help="Sampling temperature; 0 always picks the likeliest token.",
+    ),
 ]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, max=2**63 - 1, help="Random seed.")]
-TextAsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON lines instead of text or a table.")]
+TextAsJson = Annotated[
+    bool, typer.Option("--json", metavar="", help="Print JSON lines instead of text or a table.")
+]
 
 
 def generate(
@@ -92,12 +120,16 @@ def generate(
     if (prompt is None) == (data is None):
         raise UserError("give either a prompt or --data.")
     if data is not None and (marker is not None or chat):
-        raise UserError("--marker and --chat go with a prompt; the records of --data are continued as they are.")
+        raise UserError(
+            "--marker and --chat go with a prompt; the records of --data are continued as they are."
+        )
     loaded, tokenizer = options.load(model, device, dtype, text_window)
     records: Sequence[Example] = ()
     if data is not None:
         records = read_examples(data, tokenizer, needs_completion=False, landmarks=landmarks)
-    if (marker, meta_every, landmarks) != (None, None, None) or any(record.markers for record in records):
+    if (marker, meta_every, landmarks) != (None, None, None) or any(
+        record.markers for record in records
+    ):
         check_meta_token(loaded.config, tokenizer, model)
     torch.manual_seed(seed)
     continue_ids: Any = partial(
@@ -124,11 +156,20 @@ def generate(
         _print_text(text, shown, continuation, show_meta=show_meta, as_json=as_json)
     else:
         print(shown, end="", flush=True)
-        list(continue_ids([ids], streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)))
+        list(
+            continue_ids(
+                [ids], streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            )
+        )
 
 
 def _encoded(
-    tokenizer: "PreTrainedTokenizerBase", text: str, marker: str | None, landmarks: str | None, *, is_chat: bool
+    tokenizer: "PreTrainedTokenizerBase",
+    text: str,
+    marker: str | None,
+    landmarks: str | None,
+    *,
+    is_chat: bool,
 ) -> list[int]:
     from metatokens.data.prompts import chat_text, encode_chat, encode_prompt
 
@@ -138,7 +179,9 @@ def _encoded(
     return encode_prompt(tokenizer, text, () if marker is None else marker, landmarks=landmarks)
 
 
-def _check_markers(ids: Sequence[int], meta_token_id: int | None, marker: str | None, landmarks: str | None) -> None:
+def _check_markers(
+    ids: Sequence[int], meta_token_id: int | None, marker: str | None, landmarks: str | None
+) -> None:
     """Refuse a prompt that is empty or lacks the marker; say so if a rule puts no landmark into it."""
     if not ids:
         raise UserError("the prompt is empty.")
@@ -150,7 +193,9 @@ def _check_markers(ids: Sequence[int], meta_token_id: int | None, marker: str | 
         say(f"the rule {landmarks} puts no landmark into this prompt.")
 
 
-def _can_stream(model: Any, prompt_length: int, max_new_tokens: int, meta_every: int | None) -> bool:
+def _can_stream(
+    model: Any, prompt_length: int, max_new_tokens: int, meta_every: int | None
+) -> bool:
     """Whether words may be printed as they come.
 
     Beams may take them back, and a text that outgrows the model's positions ends in a mistake.
@@ -162,7 +207,9 @@ def _can_stream(model: Any, prompt_length: int, max_new_tokens: int, meta_every:
     return not has_beams and reaches(model.config, prompt_length + max_new_tokens + inserted)
 
 
-def _print_text(text: str, shown: str, continuation: "Continuation", *, show_meta: bool, as_json: bool) -> None:
+def _print_text(
+    text: str, shown: str, continuation: "Continuation", *, show_meta: bool, as_json: bool
+) -> None:
     """Print a continued prompt, as text or as a line of JSON."""
     if as_json:
         print(json.dumps({"prompt": text, **_fields(continuation, show_meta)}, ensure_ascii=False))
@@ -173,7 +220,11 @@ def _print_text(text: str, shown: str, continuation: "Continuation", *, show_met
 
 
 def _print_continued(
-    records: "Sequence[Example]", continuations: "Iterable[Continuation]", *, show_meta: bool, as_json: bool
+    records: "Sequence[Example]",
+    continuations: "Iterable[Continuation]",
+    *,
+    show_meta: bool,
+    as_json: bool,
 ) -> None:
     """Print records with their continuations, as a table or as JSON lines as soon as each is there."""
     rows: Iterator[dict[str, Any]] = (
@@ -209,20 +260,32 @@ def _say_cache_share(model: Any, prompts: Any) -> None:
 
 def look(
     model: Annotated[
-        Path, typer.Option(metavar="DIR|hf:NAME", help="A folder, hf:NAME from the Hub, or example (bundled).")
+        Path,
+        typer.Option(
+            metavar="DIR|hf:NAME", help="A folder, hf:NAME from the Hub, or example (bundled)."
+        ),
     ],
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text, with a marker for each meta-token.")],
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="The text, with a marker for each meta-token.")
+    ],
     compare: Annotated[
         Path | None, typer.Option(metavar="DIR|hf:NAME", help="Another model to show next to it.")
     ] = None,
-    marker: Annotated[str, typer.Option(metavar="TEXT", help="What marks a meta-token in PROMPT.")] = "_PAUSE_",
+    marker: Annotated[
+        str, typer.Option(metavar="TEXT", help="What marks a meta-token in PROMPT.")
+    ] = "_PAUSE_",
     layers: Annotated[
-        str | None, typer.Option(metavar="N,...", help="Blocks whose attention to show, from 0; by default all.")
+        str | None,
+        typer.Option(
+            metavar="N,...", help="Blocks whose attention to show, from 0; by default all."
+        ),
     ] = None,
     landmarks: options.Landmarks = None,
     text_window: options.TextWindow = None,
     device: options.Device = None,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="HTML file to write.")] = Path("look.html"),
+    out: Annotated[Path, typer.Option(metavar="FILE", help="HTML file to write.")] = Path(
+        "look.html"
+    ),
 ) -> None:
     """Look inside a model on one prompt, as a page.
 
@@ -239,7 +302,13 @@ def look(
     for folder in [model] if compare is None else [model, compare]:
         loaded, tokenizer = options.load(fetch_model(folder), device, text_window=text_window)
         inside = look_inside(
-            loaded, tokenizer, prompt, marker, landmarks=landmarks, name=str(folder), layers=chosen_layers
+            loaded,
+            tokenizer,
+            prompt,
+            marker,
+            landmarks=landmarks,
+            name=str(folder),
+            layers=chosen_layers,
         )
         looks.append(inside)
         _say_cache_share(loaded, [inside.ids])

@@ -32,7 +32,12 @@ Lengths = Annotated[
 ]
 PromptsPerLength = Annotated[
     int | None,
-    typer.Option("-n", metavar="N", min=1, help=f"Test prompts of --task per length; by default {DEFAULT_PROMPTS:,}."),
+    typer.Option(
+        "-n",
+        metavar="N",
+        min=1,
+        help=f"Test prompts of --task per length; by default {DEFAULT_PROMPTS:,}.",
+    ),
 ]
 InterventionName = Annotated[
     str | None,
@@ -44,7 +49,8 @@ InterventionName = Annotated[
     ),
 ]
 Predictions = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Append every prompt, with both answers, to this file.")
+    Path | None,
+    typer.Option(metavar="FILE", help="Append every prompt, with both answers, to this file."),
 ]
 
 
@@ -105,19 +111,27 @@ def evaluate(
         **training_of(model),
     )
     with intervene(loaded, change):
-        results = evaluate(loaded, tests, subject, alone=LandmarksAlone(loaded, tokenizer) if is_alone else None)
+        results = evaluate(
+            loaded, tests, subject, alone=LandmarksAlone(loaded, tokenizer) if is_alone else None
+        )
         if predictions is not None:
             write_records(_predictions(loaded, tests, tokenizer, results), predictions)
     write_figures(results, out, as_json=as_json)
 
 
-def _check_sources(task: str | None, data: Path | None, landmarks: str | None, *, is_drawn: bool) -> None:
+def _check_sources(
+    task: str | None, data: Path | None, landmarks: str | None, *, is_drawn: bool
+) -> None:
     """Refuse options of drawn test prompts with a user's own records, and the other way round."""
     options.check_task_or_data(task, data)
     if data is not None and is_drawn:
-        raise UserError("--lengths, --condition and -n go with --task; the records of --data are read as they are.")
+        raise UserError(
+            "--lengths, --condition and -n go with --task; the records of --data are read as they are."
+        )
     if task is not None and landmarks is not None:
-        raise UserError("--landmarks goes with --data; --condition places the meta-tokens of a task.")
+        raise UserError(
+            "--landmarks goes with --data; --condition places the meta-tokens of a task."
+        )
 
 
 def _fields_of(change: "Intervention | None") -> dict[str, Any]:
@@ -136,7 +150,9 @@ def _test_sets(
 
     documents = documents_for(task, options.BUILTIN)
     return {
-        length: draw_test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
+        length: draw_test_examples(
+            task, length, n, tokenizer, condition=condition, documents=documents
+        )
         for length in bins
     }
 
@@ -162,12 +178,19 @@ def analyze(
     model: options.Model,
     task: options.Task = "list_recall",
     length: Annotated[
-        int, typer.Option(metavar="LENGTH", min=1, help="Longest prompts in tokens; the shortest have half as many.")
+        int,
+        typer.Option(
+            metavar="LENGTH",
+            min=1,
+            help="Longest prompts in tokens; the shortest have half as many.",
+        ),
     ] = 128,
     condition: options.Condition = "paper",
     n: Annotated[
         int | None,
-        typer.Option("-n", metavar="N", min=1, help="Test prompts; by default 100 (rate-distortion: 2,500)."),
+        typer.Option(
+            "-n", metavar="N", min=1, help="Test prompts; by default 100 (rate-distortion: 2,500)."
+        ),
     ] = None,
     name: options.Name = None,
     device: options.Device = None,
@@ -193,8 +216,16 @@ def analyze(
     check_meta_token(loaded.config, tokenizer, model)
     count = n or (DEFAULT_PROMPTS if kind == "rate-distortion" else 100)
     documents = documents_for(task, options.BUILTIN)
-    examples = draw_test_examples(task, length, count, tokenizer, condition=condition, documents=documents)
-    subject = About(model=name or str(model), task=task, condition=condition, length=length, **training_of(model))
+    examples = draw_test_examples(
+        task, length, count, tokenizer, condition=condition, documents=documents
+    )
+    subject = About(
+        model=name or str(model),
+        task=task,
+        condition=condition,
+        length=length,
+        **training_of(model),
+    )
     if kind == "rate-distortion":
         measured = rate_distortion(loaded, examples, subject, fits=3, held_out=count // 5)
     elif kind == "sharpness":
@@ -207,9 +238,15 @@ def analyze(
 def perplexity(
     model: options.Model,
     corpus: Annotated[
-        str, typer.Option(metavar="CORPUS|DIR", help=f"Text: {options.CORPUS}; or what tokenize held out in a folder.")
+        str,
+        typer.Option(
+            metavar="CORPUS|DIR",
+            help=f"Text: {options.CORPUS}; or what tokenize held out in a folder.",
+        ),
     ],
-    block_size: Annotated[int, typer.Option(metavar="TOKENS", min=2, help="Block length, meta-tokens included.")] = 256,
+    block_size: Annotated[
+        int, typer.Option(metavar="TOKENS", min=2, help="Block length, meta-tokens included.")
+    ] = 256,
     fraction: Annotated[
         float, typer.Option(metavar="SHARE", help="Share of meta-tokens in a block, at most 0.5.")
     ] = 0.1,
@@ -217,7 +254,10 @@ def perplexity(
     landmarks: options.Landmarks = None,
     text_window: options.TextWindow = None,
     max_tokens: Annotated[
-        int | None, typer.Option(metavar="TOKENS", min=1, help="Limit on the text that is read; by default all is.")
+        int | None,
+        typer.Option(
+            metavar="TOKENS", min=1, help="Limit on the text that is read; by default all is."
+        ),
     ] = None,
     name: options.Name = None,
     device: options.Device = None,
@@ -237,7 +277,9 @@ def perplexity(
 
     check_results_file(out)
     if landmarks is not None and placement != "none":
-        raise UserError("give --placement or --landmarks, not both: each places the meta-tokens of a block.")
+        raise UserError(
+            "give --placement or --landmarks, not both: each places the meta-tokens of a block."
+        )
     loaded, tokenizer = options.load(model, device, dtype, text_window)
     text = held_out_text(corpus, tokenizer, max_tokens)
     result = perplexity(

@@ -51,22 +51,35 @@ def _listed(names: Any) -> str:
 def _choice(option: str, names: Any, meaning: str) -> Any:
     """An option that takes one of a `Literal`'s names, which its help lists."""
     return typer.Option(
-        option, metavar="NAME", help=f"{meaning}: {_listed(names)}.", autocompletion=lambda: list(get_args(names))
+        option,
+        metavar="NAME",
+        help=f"{meaning}: {_listed(names)}.",
+        autocompletion=lambda: list(get_args(names)),
     )
 
 
 def _recipe(meaning: str) -> Any:
     """An option that takes the file of a recipe, or the name of a bundled one."""
-    return typer.Option("--recipe", metavar="FILE|NAME", help=meaning, autocompletion=recipe.recipe_names)
+    return typer.Option(
+        "--recipe", metavar="FILE|NAME", help=meaning, autocompletion=recipe.recipe_names
+    )
 
 
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write into.")]
-ResultFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Append the JSON lines to this file.")]
-AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON lines instead of a table.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", metavar="", help="Replace the contents of the output folder.")]
+ResultFile = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Append the JSON lines to this file.")
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", metavar="", help="Print JSON lines instead of a table.")
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", metavar="", help="Replace the contents of the output folder.")
+]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting of the recipe; repeatable."),
+    typer.Option(
+        "--set", metavar="SECTION.KEY=VALUE", help="Override a setting of the recipe; repeatable."
+    ),
 ]
 Model = Annotated[
     Path,
@@ -99,37 +112,60 @@ TextWindow = Annotated[
 ]
 Device = Annotated[
     recipe.Device | None,
-    _choice("--device", recipe.Device, "Where the model runs (by default on a GPU if there is one)"),
+    _choice(
+        "--device", recipe.Device, "Where the model runs (by default on a GPU if there is one)"
+    ),
 ]
 Dtype = Annotated[
-    recipe.Dtype | None, _choice("--dtype", recipe.Dtype, "Number type of the weights (by default as saved)")
+    recipe.Dtype | None,
+    _choice("--dtype", recipe.Dtype, "Number type of the weights (by default as saved)"),
 ]
 BatchSize = Annotated[
-    int, typer.Option("--batch-size", metavar="N", min=1, help="Sequences per batch, limited by memory.")
+    int,
+    typer.Option(
+        "--batch-size", metavar="N", min=1, help="Sequences per batch, limited by memory."
+    ),
 ]
 Name = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Name of the model in the results; by default its folder.")
+    str | None,
+    typer.Option(metavar="NAME", help="Name of the model in the results; by default its folder."),
 ]
 Task = Annotated[recipe.Task, _choice("--task", recipe.Task, "The task")]
-TaskOrData = Annotated[recipe.Task | None, _choice("--task", recipe.Task, "The task (unless --data is given)")]
-Data = Annotated[Path | None, typer.Option("--data", metavar="FILE", help=f"Your own records: {RECORDS}.")]
+TaskOrData = Annotated[
+    recipe.Task | None, _choice("--task", recipe.Task, "The task (unless --data is given)")
+]
+Data = Annotated[
+    Path | None, typer.Option("--data", metavar="FILE", help=f"Your own records: {RECORDS}.")
+]
 Condition = Annotated[
     recipe.Condition,
     _choice("--condition", recipe.Condition, "How the prompts are marked with meta-tokens"),
 ]
 ConditionOrData = Annotated[
     recipe.Condition | None,
-    _choice("--condition", recipe.Condition, "How the prompts of --task are marked (by default paper)"),
+    _choice(
+        "--condition", recipe.Condition, "How the prompts of --task are marked (by default paper)"
+    ),
 ]
 Split = Annotated[recipe.Split, _choice("--split", recipe.Split, "The split of the examples")]
-Placement = Annotated[recipe.Placement, _choice("--placement", recipe.Placement, "Where meta-tokens go in a block")]
-Kind = Annotated[AnalysisName, typer.Argument(metavar="KIND", help=f"What to measure: {_listed(AnalysisName)}.")]
+Placement = Annotated[
+    recipe.Placement, _choice("--placement", recipe.Placement, "Where meta-tokens go in a block")
+]
+Kind = Annotated[
+    AnalysisName, typer.Argument(metavar="KIND", help=f"What to measure: {_listed(AnalysisName)}.")
+]
 Preset = Annotated[str, _choice("--preset", choices.PresetName, "Size of the experiments")]
 Executor = Annotated[
     choices.Executor,
-    _choice("--executor", choices.Executor, "Where stages run (local: the jobs of slurm, on this machine)"),
+    _choice(
+        "--executor",
+        choices.Executor,
+        "Where stages run (local: the jobs of slurm, on this machine)",
+    ),
 ]
-PretrainRecipe = Annotated[str, _recipe("Pretraining settings: a YAML file, or the name of a bundled recipe.")]
+PretrainRecipe = Annotated[
+    str, _recipe("Pretraining settings: a YAML file, or the name of a bundled recipe.")
+]
 FinetuneRecipe = Annotated[
     str | None,
     _recipe(
@@ -147,12 +183,18 @@ def check_task_or_data(task: str | None, data: Path | None) -> None:
 
 def parse_lengths(text: str) -> list[int]:
     """Read lengths in tokens, separated by commas."""
-    return _parse("lengths", text, smallest=1, form="positive numbers separated by commas, such as 128,256")
+    return _parse(
+        "lengths", text, smallest=1, form="positive numbers separated by commas, such as 128,256"
+    )
 
 
 def parse_layers(text: str | None) -> list[int] | None:
     """Read the numbers of layers, from 0, separated by commas; None means all."""
-    return None if text is None else _parse("layers", text, smallest=0, form="numbers separated by commas")
+    return (
+        None
+        if text is None
+        else _parse("layers", text, smallest=0, form="numbers separated by commas")
+    )
 
 
 def _parse(name: str, text: str, *, smallest: int, form: str) -> list[int]:

@@ -72,7 +72,11 @@ def print_figures(rows: Sequence[Mapping[str, Any]]) -> None:
 
     A line above it holds the fields that all rows share.
     """
-    shared = {name: value for name, value in rows[0].items() if all(row.get(name) == value for row in rows)}
+    shared = {
+        name: value
+        for name, value in rows[0].items()
+        if all(row.get(name) == value for row in rows)
+    }
     numbers = {
         "value": [_number(row, "value") or "-" for row in rows],
         "95 % interval": [_interval(row) for row in rows],
@@ -83,7 +87,9 @@ def print_figures(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         metric = row["metric"].replace("_", " ")
         measured.append(", ".join([metric, *_described(row, without=shared)]))
-    print_table({"measured": measured, **numbers}, above=", ".join(_described(shared)), numbers=numbers)
+    print_table(
+        {"measured": measured, **numbers}, above=", ".join(_described(shared)), numbers=numbers
+    )
 
 
 def _interval(row: Mapping[str, Any]) -> str:
@@ -107,7 +113,9 @@ def _number(row: Mapping[str, Any], name: str) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def print_table(columns: Mapping[str, Sequence[str]], *, above: str = "", numbers: Collection[str] = ()) -> None:
+def print_table(
+    columns: Mapping[str, Sequence[str]], *, above: str = "", numbers: Collection[str] = ()
+) -> None:
     """Print a table; columns that are empty in all rows are left out.
 
     Args:
@@ -122,7 +130,9 @@ def print_table(columns: Mapping[str, Sequence[str]], *, above: str = "", number
     shown = {heading: cells for heading, cells in columns.items() if any(cells)}
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in shown:
-        table.add_column(heading, justify="right" if heading in numbers else "left", overflow="fold")
+        table.add_column(
+            heading, justify="right" if heading in numbers else "left", overflow="fold"
+        )
     for row in zip(*shown.values(), strict=True):
         table.add_row(*map(Text, row))
     console = Console()
@@ -148,7 +158,9 @@ def _shown(done: int, figures: "Figures") -> str:
     for name, text in _SHOWN.items():
         if name in figures:
             value, step = figures[name]
-            texts.append(text.format(value) if step == done else f"{text.format(value)} (step {step:,})")
+            texts.append(
+                text.format(value) if step == done else f"{text.format(value)} (step {step:,})"
+            )
     return ", ".join(texts)
 
 
@@ -183,14 +195,22 @@ def progress_bar(verb: str) -> "Iterator[Progress]":
         nonlocal printed
         if figures and (time.monotonic() - printed > LINE_EVERY or done == total):
             printed = time.monotonic()
-            print(f"{verb} {done:,}/{total:,}: {_shown(done, figures)}", file=sys.stderr, flush=True)
+            print(
+                f"{verb} {done:,}/{total:,}: {_shown(done, figures)}", file=sys.stderr, flush=True
+            )
 
     if not is_first_process():
         yield lambda done, total, figures: None
     elif not console.is_terminal:
         yield print_line
     else:
-        columns = (TextColumn(verb), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn(verb),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
         with Bar(*columns, console=console, transient=True) as bar:
             task = bar.add_task(verb, total=None)
 

@@ -14,23 +14,40 @@ def reproduce(
     preset: options.Preset,
     out: options.Out,
     corpus: Annotated[
-        str | None, typer.Option(metavar="CORPUS", help=f"Text to train on instead of the preset's: {options.CORPUS}.")
+        str | None,
+        typer.Option(
+            metavar="CORPUS", help=f"Text to train on instead of the preset's: {options.CORPUS}."
+        ),
     ] = None,
     book: Annotated[
-        str | None, typer.Option(metavar="CORPUS", help="Further text to measure perplexity on, named as --corpus is.")
+        str | None,
+        typer.Option(
+            metavar="CORPUS", help="Further text to measure perplexity on, named as --corpus is."
+        ),
     ] = None,
     only: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Run only the stages of this table or task, such as table7.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Run only the stages of this table or task, such as table7."
+        ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the remaining stages and their cost.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the remaining stages and their cost.")
+    ] = False,
     executor: options.Executor = "processes",
     workers: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Stages at the same time; by default one per GPU or core (slurm: 64)."),
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Stages at the same time; by default one per GPU or core (slurm: 64).",
+        ),
     ] = None,
     job: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Slurm setting such as slurm_partition=gpu; repeatable."),
+        typer.Option(
+            metavar="KEY=VALUE", help="Slurm setting such as slurm_partition=gpu; repeatable."
+        ),
     ] = None,
     overwrite: options.Overwrite = False,
 ) -> None:
@@ -69,12 +86,16 @@ def _print_stages(preset: str, out: Path, only: str | None) -> None:
     for stage in stages:
         print(f"{stage.cost / 60:6.1f} min  {stage.name}")
     hours = sum(stage.cost for stage in stages) / 3600
-    say(f"{len(stages)} stages, an estimated {hours:.1f} core-hours (GPU-hours for models in bfloat16)")
+    say(
+        f"{len(stages)} stages, an estimated {hours:.1f} core-hours (GPU-hours for models in bfloat16)"
+    )
 
 
 def plot(
     runs: Annotated[list[Path], typer.Argument(metavar="DIR", help="Folders of runs.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="PNG file to draw.")] = Path("curves.png"),
+    out: Annotated[Path, typer.Option(metavar="FILE", help="PNG file to draw.")] = Path(
+        "curves.png"
+    ),
 ) -> None:
     """Draw the learning curves of runs, finished or not."""
     from metatokens.looking.curves import draw_curves, read_curves
@@ -85,7 +106,9 @@ def plot(
 
 
 def report(
-    results: Annotated[list[Path], typer.Argument(metavar="DIR|FILE", help="Folders of runs, or files of results.")],
+    results: Annotated[
+        list[Path], typer.Argument(metavar="DIR|FILE", help="Folders of runs, or files of results.")
+    ],
     out: options.Out,
 ) -> None:
     """Write a page of tables and figures from result files."""

@@ -26,9 +26,14 @@ def tokenize(
     tokenizer: Annotated[str, typer.Option(metavar="TOKENIZER", help=f"{options.TOKENIZER}.")],
     out: options.Out,
     held_out: Annotated[
-        float, typer.Option(metavar="SHARE", min=0, max=0.5, help="Share of the documents to keep out of training.")
+        float,
+        typer.Option(
+            metavar="SHARE", min=0, max=0.5, help="Share of the documents to keep out of training."
+        ),
     ] = 0.05,
-    workers: Annotated[int | None, typer.Option(metavar="N", min=1, help="Processes; by default one per core.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Processes; by default one per core.")
+    ] = None,
     overwrite: options.Overwrite = False,
 ) -> None:
     """Turn text into token ids on disk, for pretrain.
@@ -40,12 +45,20 @@ def tokenize(
 
     texts = task_texts() if tokenizer.startswith("train:") else ()
     store = write_token_store(
-        out, corpus, tokenizer, held_out=held_out, extra_texts=texts, overwrite=overwrite, workers=workers
+        out,
+        corpus,
+        tokenizer,
+        held_out=held_out,
+        extra_texts=texts,
+        overwrite=overwrite,
+        workers=workers,
     )
     for split, counts in store.manifest.splits.items():
         say(f"{split}: {counts.tokens:,} tokens in {counts.documents:,} documents")
     if not store.manifest.splits["held_out"].documents:
-        say("Nothing is held out, since the corpus has only one document; give more files, or a longer one.")
+        say(
+            "Nothing is held out, since the corpus has only one document; give more files, or a longer one."
+        )
 
 
 def pretrain(
@@ -54,7 +67,11 @@ def pretrain(
     overrides: options.Set = None,
     init: Annotated[
         Path | None,
-        typer.Option(metavar="DIR|hf:NAME", callback=options.fetched, help="Model to start from, also a plain GPT-2."),
+        typer.Option(
+            metavar="DIR|hf:NAME",
+            callback=options.fetched,
+            help="Model to start from, also a plain GPT-2.",
+        ),
     ] = None,
     landmarks: options.Landmarks = None,
     overwrite: options.Overwrite = False,
@@ -65,7 +82,9 @@ def pretrain(
     """
     from metatokens.training.pretrain import pretrain
 
-    settings = load_recipe(PretrainRecipe, recipe, [*_overrides({"data.placement": landmarks}), *(overrides or ())])
+    settings = load_recipe(
+        PretrainRecipe, recipe, [*_overrides({"data.placement": landmarks}), *(overrides or ())]
+    )
     with progress_bar("pretrain") as progress:
         trained = pretrain(settings, out, init=init, overwrite=overwrite, progress=progress)
     if not trained:
@@ -75,13 +94,19 @@ def pretrain(
 
 def extend(
     model: options.Model,
-    factor: Annotated[float, typer.Option(metavar="F", help="Factor by which the context grows, such as 4.")],
+    factor: Annotated[
+        float, typer.Option(metavar="F", help="Factor by which the context grows, such as 4.")
+    ],
     out: options.Out,
     recipe: options.PretrainRecipe,
     overrides: options.Set = None,
     original_length: Annotated[
         int | None,
-        typer.Option(metavar="TOKENS", min=1, help="Length that the model was trained on; by default its maximum."),
+        typer.Option(
+            metavar="TOKENS",
+            min=1,
+            help="Length that the model was trained on; by default its maximum.",
+        ),
     ] = None,
     overwrite: options.Overwrite = False,
 ) -> None:
@@ -108,14 +133,21 @@ def extend(
 
 
 TrainLengths = Annotated[
-    str | None, typer.Option(metavar=options.SEVERAL, help="Prompt lengths, one phase each; by default the recipe's.")
+    str | None,
+    typer.Option(
+        metavar=options.SEVERAL, help="Prompt lengths, one phase each; by default the recipe's."
+    ),
 ]
-EvalData = Annotated[Path | None, typer.Option(metavar="FILE", help="Held-out records to evaluate on.")]
+EvalData = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Held-out records to evaluate on.")
+]
 Lora = Annotated[
-    str | None, typer.Option(metavar="rank=N", help="Train LoRA adapters of this rank, not the base (PEFT).")
+    str | None,
+    typer.Option(metavar="rank=N", help="Train LoRA adapters of this rank, not the base (PEFT)."),
 ]
 KeepAdapter = Annotated[
-    bool, typer.Option("--keep-adapter", help="With --lora, write the adapters alone, as PEFT does.")
+    bool,
+    typer.Option("--keep-adapter", help="With --lora, write the adapters alone, as PEFT does."),
 ]
 
 
@@ -157,7 +189,9 @@ def finetune(
         "training.text_window": text_window,
     }
     settings = load_recipe(
-        FinetuneRecipe, recipe or _recipe_for_size(model), [*_overrides(of_options), *(overrides or ())]
+        FinetuneRecipe,
+        recipe or _recipe_for_size(model),
+        [*_overrides(of_options), *(overrides or ())],
     )
     records: Sequence[Example] = ()
     probe = None
@@ -192,11 +226,15 @@ def _recipe_for_size(model: Path) -> str:
 
     if weights_size(model) < LARGE:
         return "demo_finetune"
-    say(f"recipe: pretrained_finetune, for weights of {LARGE / 1e6:.0f} MB or more; --recipe chooses another")
+    say(
+        f"recipe: pretrained_finetune, for weights of {LARGE / 1e6:.0f} MB or more; --recipe chooses another"
+    )
     return "pretrained_finetune"
 
 
-def _evaluate_held_out(model: Path, records: "Sequence[Example]", settings: FinetuneRecipe, *, as_json: bool) -> None:
+def _evaluate_held_out(
+    model: Path, records: "Sequence[Example]", settings: FinetuneRecipe, *, as_json: bool
+) -> None:
     """Print the accuracy of a fine-tuned model on held-out records."""
     from metatokens.checkpoint import load_model
     from metatokens.evaluation.accuracy import evaluate
@@ -205,7 +243,9 @@ def _evaluate_held_out(model: Path, records: "Sequence[Example]", settings: Fine
 
     device = "cpu" if settings.training.use_cpu else None
     subject = About(model=str(model), condition=settings.task.landmarks, **training_of(model))
-    write_figures(evaluate(load_model(model, device=device), {None: records}, subject), None, as_json=as_json)
+    write_figures(
+        evaluate(load_model(model, device=device), {None: records}, subject), None, as_json=as_json
+    )
 
 
 def _overrides(of_options: dict[str, Any]) -> list[str]:
@@ -222,19 +262,32 @@ def _lora_rank(lora: str | None) -> int | None:
 
 
 def _say_finished(out: Path, further: str) -> None:
-    say(f"the run in {out} is finished; to train its model further, start a new run with `{further}`.")
+    say(
+        f"the run in {out} is finished; to train its model further, start a new run with `{further}`."
+    )
 
 
 def retrofit(
-    model: Annotated[Path, typer.Option(metavar="DIR|hf:NAME", help="The base: a folder, or hf:NAME from the Hub.")],
+    model: Annotated[
+        Path,
+        typer.Option(metavar="DIR|hf:NAME", help="The base: a folder, or hf:NAME from the Hub."),
+    ],
     out: options.Out,
-    heads: Annotated[int, typer.Option(metavar="N", min=1, max=1024, help="Heads of meta-attention per block.")] = 8,
-    head_size: Annotated[int, typer.Option(metavar="N", min=2, max=1024, help="Width of a head, an even number.")] = 64,
+    heads: Annotated[
+        int, typer.Option(metavar="N", min=1, max=1024, help="Heads of meta-attention per block.")
+    ] = 8,
+    head_size: Annotated[
+        int, typer.Option(metavar="N", min=2, max=1024, help="Width of a head, an even number.")
+    ] = 64,
     layers: Annotated[
         str | None,
-        typer.Option(metavar="N,...", help="Blocks with meta-attention, from 0, or none; by default all."),
+        typer.Option(
+            metavar="N,...", help="Blocks with meta-attention, from 0, or none; by default all."
+        ),
     ] = None,
-    delta: Annotated[bool, typer.Option("--delta", help="Write only the added weights, not the base.")] = False,
+    delta: Annotated[
+        bool, typer.Option("--delta", help="Write only the added weights, not the base.")
+    ] = False,
 ) -> None:
     """Give a pretrained model meta-tokens and meta-attention.
 
@@ -254,4 +307,6 @@ def retrofit(
     save_model(base, tokenizer, out)
     added = sum(weight.numel() for weight in base.parameters() if weight.requires_grad)
     say(f"model: {out} ({added:,} new parameters next to {base.num_parameters() - added:,})")
-    say("The meta-token is untrained: until you train it, the model predicts text among meta-tokens worse.")
+    say(
+        "The meta-token is untrained: until you train it, the model predicts text among meta-tokens worse."
+    )

@@ -61,7 +61,9 @@ class BlockDataset:
         if placement in PLACEMENTS:
             count = meta_token_count(block_size, fraction, placement)
             if fraction and placement != "none" and not count:
-                raise UserError(f"a block of {block_size} with a fraction {fraction} of meta-tokens has none of them.")
+                raise UserError(
+                    f"a block of {block_size} with a fraction {fraction} of meta-tokens has none of them."
+                )
             self._window_size -= count
         else:
             self._tokens = _TextWithLandmarks(text, Landmarks(store.tokenizer, placement))
@@ -69,7 +71,9 @@ class BlockDataset:
                 raise UserError(f"the rule {placement} inserts no meta-token into {source}.")
         self._windows = len(self._tokens) // self._window_size
         if not self._windows:
-            raise UserError(f"{source} has {len(self._tokens)} tokens, too few for one block of {block_size}.")
+            raise UserError(
+                f"{source} has {len(self._tokens)} tokens, too few for one block of {block_size}."
+            )
         self.epochs = epochs
         self._seed = seed
         self._insert = partial(
@@ -115,7 +119,9 @@ class _TextWithLandmarks:
     def __getitem__(self, window: slice) -> Ids:
         ends = (window.start, window.stop - 1)
         first, last = np.searchsorted(self._starts, ends, side="right").tolist()
-        ids = np.concatenate([self._stretch(number * self._size) for number in range(first - 1, last)])
+        ids = np.concatenate(
+            [self._stretch(number * self._size) for number in range(first - 1, last)]
+        )
         offset = self._starts[first - 1]
         return ids[window.start - offset : window.stop - offset]
 

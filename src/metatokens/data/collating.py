@@ -84,7 +84,11 @@ class MetaTokenCollator:
             if not isinstance(counted, Tensor) or counted.shape != ids.shape:
                 continue
             text_alone = counted.masked_fill(ids == self.meta_token_id, ignored)
-            if name == "completion_mask" and _REFERENCES & batch.keys() and not counted.equal(text_alone):
+            if (
+                name == "completion_mask"
+                and _REFERENCES & batch.keys()
+                and not counted.equal(text_alone)
+            ):
                 warnings.warn(_BEFORE, stacklevel=3)
             batch[prefix + name] = text_alone
 
@@ -93,7 +97,9 @@ class MetaTokenCollator:
         if self.landmarks is None:
             return dict(example)
         if "position_ids" in example:
-            raise UserError("an example has position_ids, which landmarks would shift; insert the landmarks first.")
+            raise UserError(
+                "an example has position_ids, which landmarks would shift; insert the landmarks first."
+            )
         if "seq_lengths" in example:
             return self._with_meta_tokens_in_each(example)
         if "input_ids" not in example:
@@ -124,7 +130,9 @@ class MetaTokenCollator:
     def _with_meta_tokens_in_each(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """A row of several sequences, with landmarks in each of them."""
         ends = np.cumsum(row["seq_lengths"]).tolist()
-        token_fields = [name for name in row if name != "seq_lengths" and np.size(row[name]) == ends[-1]]
+        token_fields = [
+            name for name in row if name != "seq_lengths" and np.size(row[name]) == ends[-1]
+        ]
         filled: dict[str, Any] = dict(row) | {name: [] for name in [*token_fields, "seq_lengths"]}
         for start, end in pairwise([0, *ends]):
             sequence = self._with_meta_tokens({name: row[name][start:end] for name in token_fields})
@@ -136,4 +144,8 @@ class MetaTokenCollator:
 
 def _is_of_tokens(values: Any, length: int) -> bool:
     """Whether a field has a number for each token."""
-    return isinstance(values, Sequence) and len(values) == length and all(isinstance(value, Real) for value in values)
+    return (
+        isinstance(values, Sequence)
+        and len(values) == length
+        and all(isinstance(value, Real) for value in values)
+    )

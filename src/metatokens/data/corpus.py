@@ -128,7 +128,9 @@ def _docstrings(path: Path) -> str:
         tree = ast.parse(path.read_bytes())
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
-    nodes.sort(key=lambda node: getattr(node, "lineno", 0))  # the module has no line and comes first
+    nodes.sort(
+        key=lambda node: getattr(node, "lineno", 0)
+    )  # the module has no line and comes first
     return "\n\n".join(filter(None, map(ast.get_docstring, nodes)))
 
 
@@ -141,7 +143,9 @@ def _files(spec: str) -> list[str]:
     matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
     files = list(filter(os.path.isfile, matches))
     if not files:
-        raise UserError(f"no file matches the corpus {spec}: give builtin, a file, a glob or hf:NAME:CONFIG.")
+        raise UserError(
+            f"no file matches the corpus {spec}: give builtin, a file, a glob or hf:NAME:CONFIG."
+        )
     return files
 
 
@@ -149,7 +153,9 @@ def _reader(file: str) -> Callable[[Path], Iterator[str]]:
     for suffix, reader in READERS.items():
         if file.lower().endswith(suffix):
             return reader
-    raise UserError(f"{file} is not a corpus file: the name must end in one of {', '.join(READERS)}.")
+    raise UserError(
+        f"{file} is not a corpus file: the name must end in one of {', '.join(READERS)}."
+    )
 
 
 def _text_file(path: Path) -> Iterator[str]:

@@ -64,7 +64,9 @@ def meta_token_count(block_size: int, fraction: float, placement: str = "uniform
         UserError: if the fraction is outside [0, 0.5], or the placement is unknown.
     """
     if not 0 <= fraction <= MAX_FRACTION:
-        raise UserError(f"the fraction of meta-tokens is {fraction}, but must lie in [0, {MAX_FRACTION}].")
+        raise UserError(
+            f"the fraction of meta-tokens is {fraction}, but must lie in [0, {MAX_FRACTION}]."
+        )
     if placement not in PLACEMENTS:
         raise UserError(f"unknown placement {placement!r}: choose from {', '.join(PLACEMENTS)}.")
     return 0 if placement == "none" else math.floor(Fraction(str(fraction)) * block_size)

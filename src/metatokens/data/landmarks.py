@@ -19,13 +19,16 @@ Marks = npt.NDArray[np.bool_]
 # The tokens before and after a place that decide whether it has a landmark; no rule reads more bytes than these have.
 BEFORE, AFTER = 72, 4
 _CONTROL = b"\0\0"  # replaces a control token's text
-_BYTES = {ord(letter): byte for byte, letter in bytes_to_unicode().items()}  # in a byte-level vocabulary
+_BYTES = {
+    ord(letter): byte for byte, letter in bytes_to_unicode().items()
+}  # in a byte-level vocabulary
 
 # White space of Unicode that ASCII lacks, and four of ASCII's that patterns over bytes do not count. The rules read a
 # space in place of each, after as many fillers as keep all bytes in their places; no text has a filler.
 _OTHER_WHITE = re.compile(
     "|".join(
-        "\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+        "\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000"
+        + "".join(map(chr, range(0x2000, 0x200B)))
     ).encode()
 )
 _FILLER = b"\xff"
@@ -33,7 +36,9 @@ _FILLER = b"\xff"
 _BLANKS = 32  # bytes at most, between the text of a line and its line feed
 _BLANK = rb"[ \t\r\f\v\xff]"
 # The lookbehind of `re` has a fixed length, so there is one pattern for each number of blanks.
-_BEHIND_TEXT = b"|".join(rb"(?<=[^\s\xff]%b{%d}\n)" % (_BLANK, blanks) for blanks in range(_BLANKS + 1))
+_BEHIND_TEXT = b"|".join(
+    rb"(?<=[^\s\xff]%b{%d}\n)" % (_BLANK, blanks) for blanks in range(_BLANKS + 1)
+)
 _LINE = rb"\n(?:" + _BEHIND_TEXT + rb")"
 _ABBREVIATED = rb"(?<!(?<!['\x80-\xfe])\b[A-Za-z]\.)" + b"".join(
     rb"(?<!\b%s\.)" % title for title in (b"Mr", b"Mrs", b"Ms", b"Dr", b"St", b"Prof")
@@ -45,7 +50,11 @@ _ENDS = {
     "paragraph": re.compile(_LINE + rb"%b{0,%d}\n" % (_BLANK, _BLANKS)),
     "sentence": re.compile(
         rb"[.!?\xe2\xe3\xef](?:"
-        rb"(?:(?<=\.)" + _ABBREVIATED + rb"|(?<=[!?])|(?<=\xe2)\x80\xa6)" + _CLOSING + rb"(?=\xff*\s(?![a-z])|\Z)|"
+        rb"(?:(?<=\.)"
+        + _ABBREVIATED
+        + rb"|(?<=[!?])|(?<=\xe2)\x80\xa6)"
+        + _CLOSING
+        + rb"(?=\xff*\s(?![a-z])|\Z)|"
         rb"(?:(?<=\xe3)\x80\x82|(?<=\xef)\xbc[\x81\x9f])" + _CLOSING + rb")"
     ),
 }
@@ -87,12 +96,18 @@ class Landmarks:
         self._every = int(rule.partition(":")[2] or 0)
         if self._every:
             return
-        self._pieces = np.append(_pieces(tokenizer, len(tokenizer)), _CONTROL)  # the last for rows that have no token
+        self._pieces = np.append(
+            _pieces(tokenizer, len(tokenizer)), _CONTROL
+        )  # the last for rows that have no token
         self._sizes = np.array([len(piece) for piece in self._pieces])
-        self._is_control = np.array([piece == _CONTROL for piece in self._pieces])  # numpy would drop trailing NULs
+        self._is_control = np.array(
+            [piece == _CONTROL for piece in self._pieces]
+        )  # numpy would drop trailing NULs
         white = b" " if rule == "sentence" else b"\n"
         if not any(white in piece for piece in self._pieces):
-            raise UserError(f"landmarks by {rule} need white space that the tokenizer drops; every:N needs none.")
+            raise UserError(
+                f"landmarks by {rule} need white space that the tokenizer drops; every:N needs none."
+            )
 
     def __call__(self, ids: npt.ArrayLike, start: int = 0) -> Marks:
         """Find the tokens after which a meta-token goes.
@@ -113,7 +128,9 @@ class Landmarks:
 
     def insert_into(self, ids: Sequence[int]) -> list[int]:
         """The ids, (length,), with the meta-tokens inserted, (length + meta-tokens,)."""
-        return np.insert(np.array(ids, np.int64), np.flatnonzero(self(ids)) + 1, self.meta_token_id).tolist()
+        return np.insert(
+            np.array(ids, np.int64), np.flatnonzero(self(ids)) + 1, self.meta_token_id
+        ).tolist()
 
     def _behind(self, text: Ids, start: int) -> Marks:
         """The same for a text without meta-tokens."""

@@ -106,7 +106,9 @@ def encode_chat(
     return ids if landmarks is None else Landmarks(tokenizer, landmarks).insert_into(ids)
 
 
-def without_control(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_control(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """The messages of a chat, whose texts get no control token from a chat template and `encode_chat`.
 
     A noncharacter is put into each text of a control token; `encode_chat` takes it out.
@@ -114,7 +116,11 @@ def without_control(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[
     control = _control(tokenizer)
     safe_messages: list[dict[str, Any]] = []
     for message in messages:
-        texts = {key: _without(control, value) for key, value in message.items() if isinstance(value, str)}
+        texts = {
+            key: _without(control, value)
+            for key, value in message.items()
+            if isinstance(value, str)
+        }
         safe_messages.append(message | texts)
     return safe_messages
 
@@ -144,12 +150,16 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, s
         raise UserError("the model's tokenizer has no chat template.")
     safe_messages = without_control(tokenizer, messages)
     try:
-        return str(tokenizer.apply_chat_template(safe_messages, tokenize=False, add_generation_prompt=True))
+        return str(
+            tokenizer.apply_chat_template(safe_messages, tokenize=False, add_generation_prompt=True)
+        )
     except TemplateError as error:
         raise UserError(f"the chat template does not take these messages: {error}.") from error
 
 
 def _split(text: str, *markers: str) -> list[str]:
     if not all(markers):
-        raise UserError("the marker is empty; give the text that marks a meta-token, such as _PAUSE_.")
+        raise UserError(
+            "the marker is empty; give the text that marks a meta-token, such as _PAUSE_."
+        )
     return re.split(f" ?(?:{'|'.join(map(re.escape, markers))})", text)

@@ -53,7 +53,9 @@ class StoreSettings(StoreRecord):
     corpus: str
     tokenizer: str
     held_out: float
-    extra_texts_sha256: str | None  # texts that the tokenizer was trained on in addition to the corpus
+    extra_texts_sha256: (
+        str | None
+    )  # texts that the tokenizer was trained on in addition to the corpus
     python: str | None  # the version, for the corpus `builtin`, which is part of Python
 
 
@@ -116,7 +118,10 @@ class Manifest(StoreRecord):
         """The manifest's text with its checksum."""
         assert not self.sha256
         text = self.model_dump_json(indent=2).encode() + b"\n"
-        return self.model_copy(update={"sha256": sha256_of(text)}).model_dump_json(indent=2).encode() + b"\n"
+        return (
+            self.model_copy(update={"sha256": sha256_of(text)}).model_dump_json(indent=2).encode()
+            + b"\n"
+        )
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
@@ -209,7 +214,9 @@ def _open(folder: Path, shard: Shard) -> Ids:
     path = folder / shard.name
     try:
         with pa.memory_map(str(path)) as file:
-            content = file.read_buffer()  # stays mapped when the file is closed, so no file stays open
+            content = (
+                file.read_buffer()
+            )  # stays mapped when the file is closed, so no file stays open
         if sha256_of(memoryview(content)) != shard.sha256:
             raise _damaged(path)
         ids = pa.ipc.open_file(content).get_batch(0).column(0).to_numpy()
@@ -229,4 +236,6 @@ def _has_sha256(path: Path, checksum: str) -> bool:
 
 def _damaged(path: Path) -> UserError:
     """The refusal of a file that differs from the manifest."""
-    return UserError(f"{path} is missing, cut short or altered: write the store again, with --overwrite.")
+    return UserError(
+        f"{path} is missing, cut short or altered: write the store again, with --overwrite."
+    )

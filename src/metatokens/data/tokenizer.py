@@ -25,7 +25,9 @@ END_OF_TEXT = "<|endoftext|>"
 META_TOKEN = "<|meta|>"  # shows the meta-token in a decoded text
 MIN_ENTRIES = 300  # of a trained vocabulary; 257 are the bytes and the end-of-text token
 MAX_ENTRIES = 65_536
-UNLIMITED = int(1e30)  # no maximum length for transformers, which then does not warn about long texts
+UNLIMITED = int(
+    1e30
+)  # no maximum length for transformers, which then does not warn about long texts
 
 # The library's threads do not survive a fork, so forked data-loading workers use none. If the variable is unset, the
 # library switches them off itself, but prints a warning into the progress display.
@@ -55,17 +57,22 @@ def load_tokenizer(
     if Path(spec).is_dir():
         tokenizer = _pretrained(spec, f"the folder {spec} holds no tokenizer that can be loaded.")
     elif spec == "gpt2":
-        tokenizer = _pretrained(spec, "the Hugging Face Hub gave no gpt2 tokenizer: pass a folder that holds one.")
+        tokenizer = _pretrained(
+            spec, "the Hugging Face Hub gave no gpt2 tokenizer: pass a folder that holds one."
+        )
     elif spec.startswith("train:"):
         tokenizer = _train(spec, corpus or (), extra_texts)
     else:
-        raise UserError(f"no tokenizer {spec!r}: give an existing folder, gpt2, or train:N (N entries).")
+        raise UserError(
+            f"no tokenizer {spec!r}: give an existing folder, gpt2, or train:N (N entries)."
+        )
     if not (
         tokenizer.is_fast
         and tokenizer.eos_token_id is not None
         and max(tokenizer.get_vocab().values()) == len(tokenizer) - 1
         and not shares_its_id(tokenizer)
-        and encode_text(tokenizer, ["text"]) != [[]]  # transformers loads a folder without vocabulary as an empty one
+        and encode_text(tokenizer, ["text"])
+        != [[]]  # transformers loads a folder without vocabulary as an empty one
     ):
         raise UserError(
             f"the tokenizer {spec} cannot be used: it must be a fast one with an end-of-text token and a "
@@ -98,7 +105,9 @@ def encode_text(
     return [encoding.ids for encoding in encodings]
 
 
-def encode_with_control(tokenizer: PreTrainedTokenizerBase, text: str, *, continues: bool) -> list[int]:
+def encode_with_control(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, continues: bool
+) -> list[int]:
     """The ids of a text in which all control tokens are recognised except for the meta-token.
 
     The tokenizer must have a meta-token. `continues` and errors are as in `encode_text`.
@@ -124,7 +133,9 @@ def _refusing_surrogates() -> Iterator[None]:
 
 
 @lru_cache(maxsize=8)
-def _copy_of_backend(tokenizer: PreTrainedTokenizerBase, size: int, continues: bool, in_chat: bool) -> Tokenizer:
+def _copy_of_backend(
+    tokenizer: PreTrainedTokenizerBase, size: int, continues: bool, in_chat: bool
+) -> Tokenizer:
     """The backend of a tokenizer with `size` entries, changed so that text stays text.
 
     In the text of a chat the control tokens are recognised, except for the meta-token. An earlier call of the tokenizer
@@ -135,7 +146,9 @@ def _copy_of_backend(tokenizer: PreTrainedTokenizerBase, size: int, continues: b
         "padding": None,
     }
     if continues:
-        settings |= {part: _without_prefix(settings[part]) for part in ("normalizer", "pre_tokenizer")}
+        settings |= {
+            part: _without_prefix(settings[part]) for part in ("normalizer", "pre_tokenizer")
+        }
     backend = Tokenizer.from_str(json.dumps(settings))
     backend.encode_special_tokens = True  # as text
     hidden = [tokenizer.meta_token] if in_chat else _control_in_vocabulary(backend)
@@ -165,11 +178,15 @@ def _hiding(settings: dict[str, Any], tokens: Iterable[str]) -> dict[str, Any]:
         added["content"] = names.get(added["content"], added["content"])
     model = settings["model"]
     if isinstance(model["vocab"], dict):
-        model["vocab"] = {names.get(piece, piece): number for piece, number in model["vocab"].items()}
+        model["vocab"] = {
+            names.get(piece, piece): number for piece, number in model["vocab"].items()
+        }
     else:
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
     if "merges" in model:
-        model["merges"] = [pair for pair in model["merges"] if names.keys().isdisjoint([*pair, "".join(pair)])]
+        model["merges"] = [
+            pair for pair in model["merges"] if names.keys().isdisjoint([*pair, "".join(pair)])
+        ]
     return settings
 
 
@@ -266,7 +283,9 @@ def load_plain_tokenizer(name: str, complaint: str, **settings: Any) -> PreTrain
 def _train(spec: str, corpus: Iterable[str], extra_texts: Iterable[str]) -> PreTrainedTokenizerFast:
     digits = spec.removeprefix("train:")
     if not (digits.isdecimal() and MIN_ENTRIES <= int(digits) <= MAX_ENTRIES):
-        raise UserError(f"the tokenizer {spec!r} must be train:N with N from {MIN_ENTRIES} to {MAX_ENTRIES}.")
+        raise UserError(
+            f"the tokenizer {spec!r} must be train:N with N from {MIN_ENTRIES} to {MAX_ENTRIES}."
+        )
     entries = int(digits)
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -294,7 +313,9 @@ def _train(spec: str, corpus: Iterable[str], extra_texts: Iterable[str]) -> PreT
     )
 
 
-def _training_texts(corpus: Iterable[str], extra_texts: Iterable[str], entries: int) -> Iterator[str]:
+def _training_texts(
+    corpus: Iterable[str], extra_texts: Iterable[str], entries: int
+) -> Iterator[str]:
     """The corpus, then the extra texts, repeated so often that their words get entries of their own.
 
     With V entries, the rarest pieces that get one occur about (characters / 16 V) times. With four times as many, each

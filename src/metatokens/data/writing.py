@@ -138,7 +138,9 @@ def write_token_store(
         return store
     has_files = out.is_dir() and any(path.name != LOCK for path in out.iterdir())
     if has_files and not (out / STAGING).exists() and not overwrite:
-        raise UserError(f"{out} is not empty and holds no token store: choose another folder, or --overwrite.")
+        raise UserError(
+            f"{out} is not empty and holds no token store: choose another folder, or --overwrite."
+        )
     is_new = not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -163,7 +165,9 @@ def write_token_store(
 
 def _check_same(settings: StoreSettings, made_with: StoreSettings, store: str) -> None:
     if made_with != settings:
-        raise UserError(f"{store} made with other settings ({made_with}): choose another folder, or --overwrite.")
+        raise UserError(
+            f"{store} made with other settings ({made_with}): choose another folder, or --overwrite."
+        )
 
 
 def _write_store(
@@ -212,7 +216,9 @@ def _begin(staging: Path, settings: StoreSettings, extra_texts: Sequence[str]) -
         shard_characters=SHARD_CHARACTERS,
         first=_first_documents(settings.corpus),
     )
-    tokenizer = load_tokenizer(settings.tokenizer, corpus=read_corpus(settings.corpus), extra_texts=extra_texts)
+    tokenizer = load_tokenizer(
+        settings.tokenizer, corpus=read_corpus(settings.corpus), extra_texts=extra_texts
+    )
     shutil.rmtree(staging, ignore_errors=True)
     for name in (*SPLITS, "done"):
         (staging / name).mkdir(parents=True)
@@ -245,8 +251,13 @@ def _finish(staging: Path, workers: int) -> None:
         vocab_size=text_vocab_size(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
         meta_token_id=meta_token_id(tokenizer),
-        splits={split: SplitCounts.of(shards[split] for shards in finished if split in shards) for split in SPLITS},
-        tokenizer={path.name: file_sha256(path) for path in sorted((staging / TOKENIZER).iterdir())},
+        splits={
+            split: SplitCounts.of(shards[split] for shards in finished if split in shards)
+            for split in SPLITS
+        },
+        tokenizer={
+            path.name: file_sha256(path) for path in sorted((staging / TOKENIZER).iterdir())
+        },
         metatokens=importlib.metadata.version("metatokens"),
     )
     write_whole(staging / MANIFEST, manifest.sealed())
@@ -305,7 +316,9 @@ def _write_part(work: Work, part: int) -> None:
         finished = FinishedShard.model_validate_json(_shard_record(work, part, number).read_bytes())
         written_documents += sum(shard.documents for shard in finished.shards.values())
         number += 1
-    documents = islice(read_part(work.plan.settings.corpus, work.plan.parts[part]), written_documents, None)
+    documents = islice(
+        read_part(work.plan.settings.corpus, work.plan.parts[part]), written_documents, None
+    )
     while _write_shard(work, documents, part, number):
         number += 1
     _part_mark(work, part).touch()
@@ -345,7 +358,10 @@ def _write_shard(work: Work, documents: Iterator[str], part: int, number: int) -
         )
         write_whole(work.folder / split / shards[split].name, content)
     if shards:
-        write_whole(_shard_record(work, part, number), FinishedShard(shards=shards).model_dump_json().encode())
+        write_whole(
+            _shard_record(work, part, number),
+            FinishedShard(shards=shards).model_dump_json().encode(),
+        )
     return bool(shards)
 
 

@@ -22,7 +22,13 @@ TEST_SEED = 2026  # of the test examples, the same for all models
 
 
 def draw_test_examples(
-    task: str, length: int, n: int, tokenizer: PreTrainedTokenizerBase, *, condition: str, documents: Sequence[str]
+    task: str,
+    length: int,
+    n: int,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    condition: str,
+    documents: Sequence[str],
 ) -> list[Example]:
     """The first n examples of the fixed test set with prompts of (length / 2, length] tokens (paper, section 4.2).
 
@@ -37,7 +43,9 @@ def draw_test_examples(
     Raises:
         UserError: if there is no such task or condition, or no prompt of such a length was found.
     """
-    source = TaskData(task, tokenizer=tokenizer, condition=condition, seed=TEST_SEED, documents=documents)
+    source = TaskData(
+        task, tokenizer=tokenizer, condition=condition, seed=TEST_SEED, documents=documents
+    )
     return [source.test(index, length) for index in range(n)]
 
 
@@ -87,11 +95,15 @@ def evaluate(
                 hits=pack_hits(exact),
             )
         )
-        results.append(Result(**of_length, **_share(sum(right_tokens), answer_tokens), metric="token_accuracy"))
+        results.append(
+            Result(**of_length, **_share(sum(right_tokens), answer_tokens), metric="token_accuracy")
+        )
     return results
 
 
-def _cache_share(model: PreTrainedModel, examples: Sequence[Encoded], alone: LandmarksAlone | None) -> dict[str, Any]:
+def _cache_share(
+    model: PreTrainedModel, examples: Sequence[Encoded], alone: LandmarksAlone | None
+) -> dict[str, Any]:
     """How much a cache keeps of the prompts or, with `alone`, of their documents."""
     if alone is None:
         prompts = [example.input_ids[: example.answer_start] for example in examples]

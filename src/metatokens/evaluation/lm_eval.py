@@ -29,13 +29,30 @@ try:
 except ModuleNotFoundError:
     if __name__ != "__main__":
         raise
-    print("metatokens: lm-evaluation-harness is missing: pip install 'metatokens[lm-eval]'.", file=sys.stderr)
+    print(
+        "metatokens: lm-evaluation-harness is missing: pip install 'metatokens[lm-eval]'.",
+        file=sys.stderr,
+    )
     sys.exit(2)
 
 # The options of `HFLM` that do here what they do there.
 _SUPPORTED = {
-    *("tokenizer", "logits_cache", "max_length", "softmax_dtype", "mixed_precision_dtype", "batch_size"),
-    *("max_batch_size", "add_bos_token", "prefix_token_id", "think_end_token", "enable_thinking", "chat_template_args"),
+    *(
+        "tokenizer",
+        "logits_cache",
+        "max_length",
+        "softmax_dtype",
+        "mixed_precision_dtype",
+        "batch_size",
+    ),
+    *(
+        "max_batch_size",
+        "add_bos_token",
+        "prefix_token_id",
+        "think_end_token",
+        "enable_thinking",
+        "chat_template_args",
+    ),
     "trust_remote_code",  # a permission, which is not needed: no code in a folder is run
 }
 
@@ -74,14 +91,18 @@ class MetaTokensLM(HFLM):
         **kwargs: Any,
     ):
         if meta_every is not None and marker is not None:
-            raise UserError("give meta_every or marker: meta-tokens are put after every so many tokens, or at markers.")
+            raise UserError(
+                "give meta_every or marker: meta-tokens are put after every so many tokens, or at markers."
+            )
         if meta_every is not None:
             landmark_rule(f"every:{meta_every}", "the rule that meta_every gives")
         self._dtype = None if dtype in ("auto", None) else str(dtype).removeprefix("torch.")
         check_placing(None, self._dtype)
         is_loaded = not isinstance(pretrained, str)
         if is_loaded and (self._dtype or device or kwargs.get("tokenizer") is None):
-            raise UserError("pretrained is a loaded model: give its tokenizer too, and leave device and dtype out.")
+            raise UserError(
+                "pretrained is a loaded model: give its tokenizer too, and leave device and dtype out."
+            )
         _check_options(kwargs)
         self.meta_every, self.marker = meta_every, marker
         self._is_chat = False
@@ -89,7 +110,9 @@ class MetaTokensLM(HFLM):
         super().__init__(pretrained, device=_present_device(device), **kwargs)
         self._beginning = self._beginning_of_texts()
         if meta_every is not None and self.config.meta_token_id is None:
-            raise UserError(f"{pretrained} has no meta_token_id, so no meta-tokens can be inserted.")
+            raise UserError(
+                f"{pretrained} has no meta_token_id, so no meta-tokens can be inserted."
+            )
 
     @property
     def max_length(self) -> int:
@@ -100,11 +123,18 @@ class MetaTokensLM(HFLM):
         return self._text_in(limit)
 
     def _text_in(self, tokens: int) -> int:
-        return tokens if self.meta_every is None else tokens * self.meta_every // (self.meta_every + 1)
+        return (
+            tokens if self.meta_every is None else tokens * self.meta_every // (self.meta_every + 1)
+        )
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
         """The log-likelihood of whole texts, in windows of the length that the model was trained for."""
-        with self._trained_length(), patch.object(self, "_beginning", []):  # the harness puts its own prefix there
+        with (
+            self._trained_length(),
+            patch.object(self, "_beginning", []),
+        ):  # the harness puts its own prefix there
             return super().loglikelihood_rolling(requests, disable_tqdm)
 
     def _detect_batch_size(self, *args: Any, **kwargs: Any) -> int:
@@ -113,7 +143,9 @@ class MetaTokensLM(HFLM):
 
     def _trained_length(self) -> AbstractContextManager[Any]:
         """Have a maximum length, by default that of the texts that the model was trained on."""
-        return patch.object(self, "_max_length", self._max_length or self._text_in(super().max_length))
+        return patch.object(
+            self, "_max_length", self._max_length or self._text_in(super().max_length)
+        )
 
     def _get_config(self, pretrained: str, **kwargs: Any) -> None:
         self._model = load_model(fetch_model(Path(pretrained)), dtype=self._dtype)
@@ -121,7 +153,9 @@ class MetaTokensLM(HFLM):
 
     def _create_tokenizer(self, pretrained: Any, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
         spec = pretrained if tokenizer is None else tokenizer
-        self.tokenizer = load_tokenizer(str(fetch_model(Path(spec)))) if isinstance(spec, str) else spec
+        self.tokenizer = (
+            load_tokenizer(str(fetch_model(Path(spec)))) if isinstance(spec, str) else spec
+        )
 
     def _create_model(self, pretrained: str, **kwargs: Any) -> None:
         """Nothing: `_get_config` has loaded the model."""
@@ -138,13 +172,21 @@ class MetaTokensLM(HFLM):
             raise UserError("add_bos_token is set, and the tokenizer has no bos_token.")
         return usual if bos in usual else [bos, *usual]
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], *args: Any, **kwargs: Any) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], *args: Any, **kwargs: Any
+    ) -> str:
         """Apply the template as the harness does; from then on, special tokens of the template are recognised."""
         self._is_chat = True
-        return super().apply_chat_template(without_control(self.tokenizer, chat_history), *args, **kwargs)
+        return super().apply_chat_template(
+            without_control(self.tokenizer, chat_history), *args, **kwargs
+        )
 
     def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **kwargs: Any
+        self,
+        string: str,
+        add_special_tokens: bool | None = None,
+        left_truncate_len: int | None = None,
+        **kwargs: Any,
     ) -> list[int]:
         """The ids of a text, with meta-tokens only at markers.
 
@@ -158,7 +200,9 @@ class MetaTokensLM(HFLM):
             if not self.add_bos_token or ids[: len(beginning)] == beginning:
                 beginning = []
         else:
-            ids = encode_prompt(self.tokenizer, string, () if self.marker is None else self.marker)[len(usual) :]
+            ids = encode_prompt(self.tokenizer, string, () if self.marker is None else self.marker)[
+                len(usual) :
+            ]
         whole = [*beginning, *ids]
         return whole[-left_truncate_len:] if left_truncate_len else whole
 
@@ -172,11 +216,15 @@ class MetaTokensLM(HFLM):
         """Ids and attention mask, (contexts, tokens), left-padded, with the meta-tokens of each context."""
         rows = [self.tok_encode(string) for string in strings]
         if self.meta_every is not None:
-            rows = list(map(Landmarks(self.tokenizer, f"every:{self.meta_every}").insert_into, rows))
+            rows = list(
+                map(Landmarks(self.tokenizer, f"every:{self.meta_every}").insert_into, rows)
+            )
         rows = [row[-left_truncate_len:] if left_truncate_len else row for row in rows]
         return left_padded(rows, self.tokenizer.pad_token_id)
 
-    def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+    def _model_call(
+        self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> Tensor:
         """Logits for the text token that follows each of `inps`, (rows, tokens, vocabulary)."""
         if self.meta_every is None:
             return super()._model_call(inps)
@@ -186,7 +234,9 @@ class MetaTokensLM(HFLM):
         whole[:, positions[:-1]] = inps
         return super()._model_call(whole)[:, positions[1:] - 1]
 
-    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Tensor:
+    def _model_generate(
+        self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any
+    ) -> Tensor:
         if self.meta_every is not None:
             kwargs["meta_every"] = self.meta_every
         return super()._model_generate(context, max_length, stop, **kwargs)

@@ -28,7 +28,9 @@ from metatokens.model.positions import check_length
 from metatokens.model.wrappers import takes_wrapped
 from metatokens.records import About, Result
 
-BlockOf = Callable[[int], tuple[np.ndarray, np.ndarray]]  # row -> ids and labels of a block, each (positions,) int64
+BlockOf = Callable[
+    [int], tuple[np.ndarray, np.ndarray]
+]  # row -> ids and labels of a block, each (positions,) int64
 
 
 @torch.inference_mode()
@@ -59,7 +61,9 @@ def block_losses(model: PreTrainedModel, block_of: BlockOf, count: int, batch: i
 
 
 def _padded(rows: list[np.ndarray], padding: int) -> torch.Tensor:
-    return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True, padding_value=padding)
+    return pad_sequence(
+        [torch.from_numpy(row) for row in rows], batch_first=True, padding_value=padding
+    )
 
 
 @takes_wrapped
@@ -107,7 +111,9 @@ def perplexity(
     else:
         block_of, longest = _with_landmarks(blocks, meta_token_id, landmarks)
     if longest == text_per_block and condition != "none" and (fraction or landmarks is not None):
-        raise UserError(f"{condition} inserts no meta-token into blocks of {block_size} tokens of this text.")
+        raise UserError(
+            f"{condition} inserts no meta-token into blocks of {block_size} tokens of this text."
+        )
     check_length(model.config, longest)
     loss_per_token = block_losses(model, block_of, count, batch) / (text_per_block - 1)
     mean = loss_per_token.mean()
@@ -125,7 +131,9 @@ def perplexity(
         n=count * (text_per_block - 1),
         low=math.exp(low),
         high=math.exp(high),
-        chance=math.exp(entropy(np.bincount(blocks.reshape(-1)))),  # the lowest loss without context
+        chance=math.exp(
+            entropy(np.bincount(blocks.reshape(-1)))
+        ),  # the lowest loss without context
     )
 
 
@@ -160,7 +168,9 @@ def _with_placement(
     return block_of, block_size
 
 
-def _with_landmarks(blocks: np.ndarray, meta_token_id: int, landmarks: Landmarks) -> tuple[BlockOf, int]:
+def _with_landmarks(
+    blocks: np.ndarray, meta_token_id: int, landmarks: Landmarks
+) -> tuple[BlockOf, int]:
     """The blocks with a meta-token behind each landmark, and the length of the longest."""
     is_landmark = landmarks(blocks.reshape(-1)).reshape(blocks.shape)
 
@@ -171,7 +181,9 @@ def _with_landmarks(blocks: np.ndarray, meta_token_id: int, landmarks: Landmarks
     return block_of, blocks.shape[1] + int(is_landmark.sum(axis=1).max())
 
 
-def held_out_text(source: str, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> np.ndarray:
+def held_out_text(
+    source: str, tokenizer: PreTrainedTokenizerBase, limit: int | None = None
+) -> np.ndarray:
     """Read the text that perplexity is measured on, as token ids, (tokens,) int64.
 
     Args:
@@ -185,7 +197,9 @@ def held_out_text(source: str, tokenizer: PreTrainedTokenizerBase, limit: int | 
     if Path(source, "manifest.json").is_file():
         store = TokenStore.open(Path(source))
         if store.tokenizer.get_vocab() != tokenizer.get_vocab():
-            raise UserError(f"the token store {source} was made with another tokenizer than the model's.")
+            raise UserError(
+                f"the token store {source} was made with another tokenizer than the model's."
+            )
         return store.tokens("held_out")[:limit]
     documents, count = [], 0
     for text in read_corpus(source):

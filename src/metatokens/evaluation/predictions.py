@@ -29,7 +29,10 @@ class Prediction(Record):
 
 
 def predict(
-    model: PreTrainedModel, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, exact: Sequence[bool]
+    model: PreTrainedModel,
+    examples: Sequence[Example],
+    tokenizer: PreTrainedTokenizerBase,
+    exact: Sequence[bool],
 ) -> Iterator[Prediction]:
     """The model's greedy answers, in the order of the examples.
 

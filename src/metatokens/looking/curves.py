@@ -12,7 +12,16 @@ from matplotlib.figure import Figure
 from pydantic import AliasChoices, BaseModel, Field, TypeAdapter, ValidationError
 
 from metatokens.errors import UserError
-from metatokens.looking.style import FURTHER, PAGE, STYLES, Panel, Style, by_step, line, small_multiples
+from metatokens.looking.style import (
+    FURTHER,
+    PAGE,
+    STYLES,
+    Panel,
+    Style,
+    by_step,
+    line,
+    small_multiples,
+)
 
 
 class Point(BaseModel):
@@ -21,7 +30,9 @@ class Point(BaseModel):
     step: int
     loss: float | None = None
     eval_loss: float | None = None
-    exact_match: float | None = Field(None, validation_alias=AliasChoices("exact_match", "eval_exact_match"))
+    exact_match: float | None = Field(
+        None, validation_alias=AliasChoices("exact_match", "eval_exact_match")
+    )
 
 
 Curves = Mapping[str, Sequence[Point]]
@@ -59,7 +70,9 @@ def _curve_file(folder: Path) -> Path | None:
     if finished.is_file():
         return finished
     states = folder.glob("checkpoints/checkpoint-[0-9]*/trainer_state.json")
-    return max(states, key=lambda state: int(state.parent.name.removeprefix("checkpoint-")), default=None)
+    return max(
+        states, key=lambda state: int(state.parent.name.removeprefix("checkpoint-")), default=None
+    )
 
 
 def _read(file: Path) -> list[Point]:
@@ -104,7 +117,14 @@ def _draw_losses(curves: Curves, styles: Mapping[str, Style], axes: Axes) -> Non
     for name, points in curves.items():
         held_out = _values(points, "eval_loss")
         alpha = 0.55 if held_out else 1.0
-        _plot(axes, _values(points, "loss"), color=styles[name].colour, lw=1.6, alpha=alpha, label=name)
+        _plot(
+            axes,
+            _values(points, "loss"),
+            color=styles[name].colour,
+            lw=1.6,
+            alpha=alpha,
+            label=name,
+        )
         _plot_marked(axes, held_out, styles[name], label=_held_out(name))
     by_step(axes, "loss, nats a token")
 
@@ -121,7 +141,9 @@ def _plot_marked(axes: Axes, values: Mapping[int, float], style: Style, **settin
     """Draw a line with markers at about a dozen steps, if there are values."""
     if values:
         every = max(1, len(values) // 12)
-        _plot(axes, values, **line(style, markevery=every, markersize=0.75 * style.size), **settings)
+        _plot(
+            axes, values, **line(style, markevery=every, markersize=0.75 * style.size), **settings
+        )
 
 
 def _plot(axes: Axes, values: Mapping[int, float], **settings: Any) -> None:

@@ -25,7 +25,12 @@ from metatokens.tasks.landmarks_alone import LandmarksAlone
 
 MAX_TOKENS = 4096  # of a prompt: attention weights take memory quadratic in its length
 ANSWERS = 5  # next tokens that are shown
-WITH, WITHOUT, DECOYS, COVERED = "with its meta-tokens", "without", "among decoys", "with the text covered"
+WITH, WITHOUT, DECOYS, COVERED = (
+    "with its meta-tokens",
+    "without",
+    "among decoys",
+    "with the text covered",
+)
 
 
 @takes_wrapped
@@ -87,7 +92,11 @@ def look(
 
 
 def _answers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Tensor, is_meta: Tensor, seed: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Tensor,
+    is_meta: Tensor,
+    seed: int,
 ) -> dict[str, Likeliest]:
     """The next tokens after a prompt with meta-tokens, and after its variants."""
     decoys = min(int(is_meta.sum()), _longest_prompt(model) - len(ids))
@@ -96,7 +105,9 @@ def _answers(
         WITHOUT: ids[~is_meta],
         DECOYS: with_decoys(ids, is_meta, meta_token_id(tokenizer), decoys, seed),
     }
-    answers = {title: likeliest(model, _next_logits(model, prompt)) for title, prompt in prompts.items()}
+    answers = {
+        title: likeliest(model, _next_logits(model, prompt)) for title, prompt in prompts.items()
+    }
     with suppress(UserError):  # the prompt has no question, or the model's attention takes no mask
         answers[COVERED] = likeliest(model, _next_logits(model, ids, cover(model, tokenizer, ids)))
     return answers
@@ -109,8 +120,14 @@ def _of_layers(observation: Observation, layers: Sequence[int] | None) -> Observ
     count = len(observation.states) - 1
     unknown = set(layers) - set(range(count))
     if unknown:
-        raise UserError(f"there is no block {min(unknown)}; the model has the blocks 0 to {count - 1}.")
-    chosen = {(module, layer): inputs for (module, layer), inputs in observation.attention.items() if layer in layers}
+        raise UserError(
+            f"there is no block {min(unknown)}; the model has the blocks 0 to {count - 1}."
+        )
+    chosen = {
+        (module, layer): inputs
+        for (module, layer), inputs in observation.attention.items()
+        if layer in layers
+    }
     return replace(observation, attention=chosen)
 
 
@@ -123,7 +140,9 @@ def prompt_ids(
     landmarks: str | None = None,
 ) -> Tensor:
     """The ids of a prompt, (length,) int64; without meta-tokens if the model has none."""
-    ids = torch.tensor(encode_prompt(tokenizer, text, markers, landmarks=landmarks), dtype=torch.int64)
+    ids = torch.tensor(
+        encode_prompt(tokenizer, text, markers, landmarks=landmarks), dtype=torch.int64
+    )
     is_text = ids != meta_token_id(tokenizer)
     if not is_text.any():
         raise UserError("the prompt has no text.")
@@ -152,7 +171,9 @@ def with_decoys(ids: Tensor, is_meta: Tensor, meta_token_id: int, count: int, se
 
     They come before text tokens that are not the first token and have no meta-token before them.
     """
-    candidates = [index for index in range(1, len(ids)) if not is_meta[index] and not is_meta[index - 1]]
+    candidates = [
+        index for index in range(1, len(ids)) if not is_meta[index] and not is_meta[index - 1]
+    ]
     chosen = random.Random(seed).sample(candidates, min(len(candidates), count))
     with_more = ids.tolist()
     for index in sorted(chosen, reverse=True):

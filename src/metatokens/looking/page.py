@@ -25,7 +25,8 @@ from metatokens.analysis.sharpness import entropy
 from metatokens.looking.style import readable
 
 SIGNATURE = "metatokens look"  # is in every page, so that no other file is ever overwritten
-MAX_SIDE = 256  # cells of a map at most, across and down; in longer prompts each covers several tokens
+# Cells of a map at most, across and down; in longer prompts each covers several tokens.
+MAX_SIDE = 256
 MAX_CELLS = 12_000_000  # of all maps of a model together
 # From light to dark, so that it can be read without colour vision.
 SCALE = [[0, "#ffffff"], [0.5, "#6baed6"], [1, "#08306b"]]
@@ -123,7 +124,10 @@ def to_html(looks: Sequence[Look]) -> str:
     models = [_model(look) for look in looks]
     data = gzip.compress(json.dumps(models).encode(), mtime=0)
     environment = Environment(
-        loader=PackageLoader("metatokens.looking", "."), undefined=StrictUndefined, autoescape=True, trim_blocks=True
+        loader=PackageLoader("metatokens.looking", "."),
+        undefined=StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
     )
     names = [look.name for look in looks]
     return environment.get_template("page.html.j2").render(
@@ -132,7 +136,11 @@ def to_html(looks: Sequence[Look]) -> str:
         names=names,
         looks=looks,
         answers=[_answers(look) for look in looks],
-        forgets=any(look.forgotten(*module) is not None for look in looks for module in look.observation.attention),
+        forgets=any(
+            look.forgotten(*module) is not None
+            for look in looks
+            for module in look.observation.attention
+        ),
         script=Markup(files("metatokens.looking").joinpath("page.js").read_text(encoding="utf-8")),
         plotly=Markup(get_plotlyjs()),
         data=base64.b64encode(data).decode(),
@@ -191,7 +199,9 @@ def _module(look: Look, module: str, layer: int, side: int) -> dict[str, Any]:
         entropies["zeroed"] = _rounded(_after_their_mean(look.entropy(module, layer, zeroed=True)))
     return {
         "positions": look.positions(module, layer).tolist(),
-        "forgotten": None if forgotten is None else _bytes(coarse(forgotten[None].float(), step) / step),
+        "forgotten": None
+        if forgotten is None
+        else _bytes(coarse(forgotten[None].float(), step) / step),
         "step": step,
         "maps": [_bytes(weights_of_head) for weights_of_head in coarse(weights, step)],
         "entropy": entropies,
@@ -224,4 +234,6 @@ def coarse(weights: Tensor, step: int) -> Tensor:
 
 def _bytes(weights: Tensor) -> str:
     """A map as bytes, 255 times the square root of each weight, so that small weights are not all 0."""
-    return base64.b64encode((weights.clamp(0, 1).sqrt() * 255).round().to(torch.uint8).numpy().tobytes()).decode()
+    return base64.b64encode(
+        (weights.clamp(0, 1).sqrt() * 255).round().to(torch.uint8).numpy().tobytes()
+    ).decode()

@@ -58,7 +58,12 @@ FURTHER = (
     Style("#a07000", (2, 1), "P", 6.5),
     Style("#2f97d0", (6, 1, 1, 1, 1, 1), "X", 6.5),
 )
-_FILLS = ("full", "none", "left", "bottom")  # the variants of one model, such as its position embeddings
+_FILLS = (
+    "full",
+    "none",
+    "left",
+    "bottom",
+)  # the variants of one model, such as its position embeddings
 
 
 def palette(labels: Iterable[str]) -> dict[str, Style]:
@@ -79,11 +84,15 @@ def png(figure: Figure) -> bytes:
     """The figure as a PNG file of 96 colours, a quarter of the full size; the same figure gives the same bytes."""
     drawn, packed = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=192)
-    Image.open(drawn).convert("RGB").quantize(96, dither=Image.Dither.NONE).save(packed, format="png", optimize=True)
+    Image.open(drawn).convert("RGB").quantize(96, dither=Image.Dither.NONE).save(
+        packed, format="png", optimize=True
+    )
     return packed.getvalue()
 
 
-def small_multiples(panels: Mapping[str, Panel], order: Collection[str], width: float, across: int = 2) -> Figure:
+def small_multiples(
+    panels: Mapping[str, Panel], order: Collection[str], width: float, across: int = 2
+) -> Figure:
     """A figure of panels, by title, with `across` of them in a row, and on a phone one.
 
     One legend stands above them all, with its labels in that order.
@@ -92,14 +101,18 @@ def small_multiples(panels: Mapping[str, Panel], order: Collection[str], width: 
         return Figure()
     columns = min(across, len(panels)) if width > PHONE else 1
     rows = math.ceil(len(panels) / columns)
-    figure = Figure((width, rows * _PANEL_HEIGHT + _LEGEND_HEIGHT), layout="constrained", facecolor="white")
+    figure = Figure(
+        (width, rows * _PANEL_HEIGHT + _LEGEND_HEIGHT), layout="constrained", facecolor="white"
+    )
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     title_size = SIZE + (1.5 if columns < 3 else 0)
     title_letters = int((width / columns - 0.3) * _LETTERS / title_size)
     handle_of: dict[str, Any] = {}
     for axes, (title, draw) in zip(grid, panels.items(), strict=False):
         folded = fill(_on_a_line(title), title_letters)
-        axes.set_title(folded, loc="left", parse_math=False, fontsize=title_size, fontweight="bold", color=INK)
+        axes.set_title(
+            folded, loc="left", parse_math=False, fontsize=title_size, fontweight="bold", color=INK
+        )
         _draw_panel(axes, draw)
         handles, labels = axes.get_legend_handles_labels()
         handle_of |= dict(zip(labels, handles, strict=True))
@@ -157,7 +170,9 @@ def _add_legend(figure: Figure, handle_of: Mapping[str, Any], width: float) -> f
 def _legend_columns(names: Sequence[str], width: float) -> int:
     """How many columns of a legend fit into a width, in inches; they are filled one after the other."""
     for columns in range(6, 1, -1):
-        longest_names = [max(map(len, column), default=0) for column in np.array_split(names, columns)]
+        longest_names = [
+            max(map(len, column), default=0) for column in np.array_split(names, columns)
+        ]
         letters_width = sum(longest_names) * SIZE / _LETTERS
         if 0.68 * columns + letters_width <= width:
             return columns
@@ -166,7 +181,9 @@ def _legend_columns(names: Sequence[str], width: float) -> int:
 
 def _on_a_line(text: str) -> str:
     """A name as one short line of characters that a font can show."""
-    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())[:60]
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())[
+        :60
+    ]
 
 
 def by_step(axes: Axes, what: str) -> None:

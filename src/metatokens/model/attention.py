@@ -84,11 +84,24 @@ def linear(layer: nn.Module, x: Tensor) -> Tensor:
 
 def _is_plain_linear(layer: nn.Module, x: Tensor) -> TypeGuard[nn.Linear]:
     """Whether calling the layer does nothing but an MKL product."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+    if (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or torch.is_autocast_enabled(x.device.type)
+    ):
         return False
-    is_plain = type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and "forward" not in vars(layer)
+    is_plain = (
+        type(layer) is nn.Linear
+        and type(layer.weight) is nn.Parameter
+        and "forward" not in vars(layer)
+    )
     has_hooks = layer._forward_hooks or layer._forward_pre_hooks
-    return is_plain and not has_hooks and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+    return (
+        is_plain
+        and not has_hooks
+        and x.device.type == "cpu"
+        and x.dtype in (torch.float32, torch.float64)
+    )
 
 
 def residual_linear(in_features: int, out_features: int, *, bias: bool) -> nn.Linear:
@@ -111,12 +124,14 @@ class Sizes(Protocol):
 class Attention(nn.Module):
     """The projections of causal attention and meta-attention."""
 
-    usual_keys = 64  # with this number of keys, scalable softmax leaves logits unchanged before training
+    # With this number of keys, scalable softmax leaves logits unchanged before training.
+    usual_keys = 64
     is_rotated = True  # whether rotary positions apply in this layer
     is_causal = True  # read by the attention functions of transformers, as is the next one
     num_key_value_groups = 1
     is_second = False
-    needs_all_rows = False  # whether, as a second attention, it computes more than the meta-tokens' rows
+    # Whether, as a second attention, it computes more than the meta-tokens' rows.
+    needs_all_rows = False
 
     def __init__(self, config: Sizes, layer_idx: int):
         super().__init__()
@@ -128,7 +143,9 @@ class Attention(nn.Module):
         # Scalable softmax (Nakanishi, 2025): logits grow with the logarithm of the number of keys.
         self.length_scale: nn.Parameter | None = None
         if config.attention_scale == "log_length":
-            self.length_scale = nn.Parameter(torch.full((config.num_attention_heads,), self.first_length_scale))
+            self.length_scale = nn.Parameter(
+                torch.full((config.num_attention_heads,), self.first_length_scale)
+            )
         self.out_proj = residual_linear(inner, config.hidden_size, bias=config.bias)
 
     @property
@@ -141,7 +158,9 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of x (batch, length, width), each (batch, heads, length, head size)."""
         batch, length, _ = x.shape
-        qkv = linear(self.qkv_proj, x).view(batch, length, 3, self.config.num_attention_heads, self.config.head_size)
+        qkv = linear(self.qkv_proj, x).view(
+            batch, length, 3, self.config.num_attention_heads, self.config.head_size
+        )
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         if self.length_scale is not None and log_keys is not None:
             q = q * (self.length_scale[:, None, None] * log_keys[:, None])
@@ -182,7 +201,9 @@ class CausalAttention(Attention):
         if store is not None:
             k, v = store.update(k, v, self.layer_idx, kwargs=engine)
         if cache is not None and isinstance(mask, Tensor):  # not the block mask of flex attention
-            mask = mask[..., -k.shape[2] :]  # PEFT's learned prefixes are keys of the first module alone
+            mask = mask[
+                ..., -k.shape[2] :
+            ]  # PEFT's learned prefixes are keys of the first module alone
         out, weights = attend(self, q, k, v, mask, scaling=self.scaling, dropout=0.0, **engine)
         return linear(self.out_proj, out.flatten(2)), weights
 
@@ -233,7 +254,9 @@ class MetaAttention(Attention):
         """
         q, k, v = self.project(x, rotary, log_keys)
         if isinstance(rows, DenseRows):
-            return self._dense(q, k, v, rows.valid, cache, attend or sdpa_attention_forward, mask, dict(engine))
+            return self._dense(
+                q, k, v, rows.valid, cache, attend or sdpa_attention_forward, mask, dict(engine)
+            )
         return self._gathered(q, k, v, rows, cache, attend, mask)
 
     def _gathered(
@@ -256,8 +279,12 @@ class MetaAttention(Attention):
         if mask is not None and attend is eager_attention_forward:
             out, weights = attend(self, q, k, v, seen, scaling=self.scaling)
             assert weights is not None
-            return linear(self.out_proj, out.flatten(2)), rows.spread(weights, key_slots, mask.shape)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=self.scaling)
+            return linear(self.out_proj, out.flatten(2)), rows.spread(
+                weights, key_slots, mask.shape
+            )
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, is_causal=seen is None, scale=self.scaling
+        )
         return linear(self.out_proj, out.transpose(1, 2).flatten(2)), None
 
     def _dense(
@@ -280,7 +307,9 @@ class MetaAttention(Attention):
         is_meta, size = is_meta[:, None, :, None], q.shape[-1]
         is_text = ~is_meta
         if (pages := engine.pop("cache", None)) is not None:
-            k, v, engine = put_into_pages(pages, k.masked_fill(is_text, TEXT_KEY), v, self.layer_idx, engine)
+            k, v, engine = put_into_pages(
+                pages, k.masked_fill(is_text, TEXT_KEY), v, self.layer_idx, engine
+            )
             is_text = (k == TEXT_KEY).all(dim=-1, keepdim=True)
             k = k.masked_fill(is_text, 0.0)
         feature = torch.zeros_like(k[..., :1]).masked_fill(is_text, TEXT_FEATURE)
@@ -320,4 +349,6 @@ def _seen_entries(
     # The cache holds earlier meta-tokens, and its entries are in order.
     is_before = torch.arange(key_slots.shape[1], device=key_slots.device) <= new_index[:, None]
     seen = (key_slots[:, None, :] >= 0) & is_before
-    return (seen | ~rows.valid[:, :, None])[:, None]  # a padded query that sees nothing would give NaN
+    return (seen | ~rows.valid[:, :, None])[
+        :, None
+    ]  # a padded query that sees nothing would give NaN

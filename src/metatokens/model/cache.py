@@ -23,11 +23,16 @@ from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.positions import counts_within
 from metatokens.model.rows import TEXT_FEATURE, DenseRows, GatheredRows, shown
 
-if TYPE_CHECKING:  # the mixins go in front of several kinds of caches, so that none of these can be their base
+if (
+    TYPE_CHECKING
+):  # the mixins go in front of several kinds of caches, so that none of these can be their base
     from transformers import Cache as AnyCache
     from transformers.cache_utils import CacheLayerMixin as AnyCacheLayer
 else:
-    AnyCache, AnyCacheLayer = object, ABC  # the root classes of transformers' caches; Python requires the same here
+    AnyCache, AnyCacheLayer = (
+        object,
+        ABC,
+    )  # the root classes of transformers' caches; Python requires the same here
 
 
 class Entries(NamedTuple):
@@ -46,7 +51,9 @@ class Entries(NamedTuple):
 
     def followed_by(self, new: "Entries") -> "Entries":
         """These entries, then new ones."""
-        return Entries(*(torch.cat(pair, dim=dim) for *pair, dim in zip(self, new, (2, 2, 1, 1), strict=True)))
+        return Entries(
+            *(torch.cat(pair, dim=dim) for *pair, dim in zip(self, new, (2, 2, 1, 1), strict=True))
+        )
 
 
 class SecondStore(AnyCacheLayer):
@@ -117,7 +124,9 @@ class SecondStore(AnyCacheLayer):
         self.first_length = self._length()
         self.tokens_read += tokens_to_remove
         if self.second is not None and tokens_to_remove:
-            gone = self.second.slots >= (self.tokens_read if self.first_length is None else self.first_length)
+            gone = self.second.slots >= (
+                self.tokens_read if self.first_length is None else self.first_length
+            )
             is_left = ~(gone | (self.second.slots < 0)).all(dim=0)
             keys, values, slots, positions = self.second
             self.second = Entries(
@@ -175,9 +184,12 @@ class MetaTokenCacheLayer(SecondStore, DynamicLayer):
     keys: Tensor  # (batch, heads, tokens, head size)
     values: Tensor
 
-    _room: tuple[Tensor, Tensor] | None = None  # for keys and for values, longer than what they hold
+    # For keys and for values, longer than what they hold.
+    _room: tuple[Tensor, Tensor] | None = None
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Append causal attention's new entries, (batch, heads, new, head size), and return all of them.
 
         They are written into room that was allocated in advance, so that a step does not copy the cache.
@@ -207,7 +219,8 @@ class MetaTokenCacheLayer(SecondStore, DynamicLayer):
             or room[0].data_ptr() != self.keys.data_ptr()
             or room[0].shape[0] != batch
             or room[0].shape[2] < length
-            or room[0].is_inference() != torch.is_inference_mode_enabled()  # only inference mode writes to its tensors
+            or room[0].is_inference()
+            != torch.is_inference_mode_enabled()  # only inference mode writes to its tensors
         ):
             shape = (batch, heads, length + length // 4 + 64, size)
             room = self._room = (self.keys.new_empty(shape), self.values.new_empty(shape))
@@ -231,7 +244,10 @@ class InsertedTokens(AnyCache):
                 keys, values, slots, positions = layer.second
                 is_hidden = mask.to(slots.device).gather(1, slots.clamp(min=0)) == 0
                 layer.second = Entries(
-                    keys, values, slots.masked_fill(is_hidden, -1), positions.masked_fill(is_hidden, -1)
+                    keys,
+                    values,
+                    slots.masked_fill(is_hidden, -1),
+                    positions.masked_fill(is_hidden, -1),
                 )
 
     def reset(self) -> None:
@@ -287,13 +303,19 @@ def _with_stored(valid: Tensor, cache: Cache, layer: Any) -> Tensor:
     stored = valid.new_zeros(len(valid), layer.max_cache_len)
     if layer.is_initialized:
         stored = layer.keys[:, 0, :, layer.feature] == 0
-    slots = (torch.arange(valid.shape[1], device=valid.device) + cache.get_seq_length()).expand_as(valid)
+    slots = (torch.arange(valid.shape[1], device=valid.device) + cache.get_seq_length()).expand_as(
+        valid
+    )
     return stored.scatter(1, getattr(layer, "new_index", slots), valid)
 
 
 def size_of(cache: Cache) -> int | None:
     """How many tokens a cache of a fixed size holds; None if it grows, or all its layers have sliding windows."""
-    sizes = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer) and not layer.is_sliding]
+    sizes = [
+        layer.max_cache_len
+        for layer in cache.layers
+        if isinstance(layer, StaticLayer) and not layer.is_sliding
+    ]
     return sizes[0] if sizes and cache.is_compileable else None
 
 
@@ -311,11 +333,15 @@ def add_second_layers(cache: Cache, layers: int, head_size: int | None) -> bool:
     if (size := size_of(cache)) is None:
         return False
     for _ in range(layers - len(cache.layers)):
-        cache.layers.append(StaticLayer(size) if head_size is None else DenseStaticLayer(size, head_size))
+        cache.layers.append(
+            StaticLayer(size) if head_size is None else DenseStaticLayer(size, head_size)
+        )
     return True
 
 
-def add_second_stores(cache: Cache, config: MetaGPT2Config, *, holds_all_rows: bool = False) -> None:
+def add_second_stores(
+    cache: Cache, config: MetaGPT2Config, *, holds_all_rows: bool = False
+) -> None:
     """Give a `DynamicCache` or `StaticCache` of transformers room for the second attention, in place.
 
     Entries that it already holds, as after PEFT's prefix tuning, stay causal attention's alone: the second module has
@@ -332,10 +358,14 @@ def add_second_stores(cache: Cache, config: MetaGPT2Config, *, holds_all_rows: b
     """
     blocks, second = config.num_hidden_layers, config.second_attention
     head_size = config.head_size if second == "meta" else None
-    if isinstance(cache, StaticCache) and add_second_layers(cache, blocks * (1 + (second != "none")), head_size):
+    if isinstance(cache, StaticCache) and add_second_layers(
+        cache, blocks * (1 + (second != "none")), head_size
+    ):
         return
     layers = getattr(cache, "layers", [None])
-    if isinstance(cache, DynamicCache) and all(type(layer) in (DynamicLayer, MetaTokenCacheLayer) for layer in layers):
+    if isinstance(cache, DynamicCache) and all(
+        type(layer) in (DynamicLayer, MetaTokenCacheLayer) for layer in layers
+    ):
         total = 2 * blocks if holds_all_rows or second == "causal" else blocks
         cache.layers = [*layers, *(DynamicLayer() for _ in range(total - len(layers)))]
         cache.layer_class_to_replicate = None

@@ -111,7 +111,9 @@ class MetaGPT2Config(PreTrainedConfig):
                 f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
             )
         if self.position_embedding == "rope" and self.head_size % 2:
-            raise ValueError("rotary positions need an even head size (hidden_size / num_attention_heads)")
+            raise ValueError(
+                "rotary positions need an even head size (hidden_size / num_attention_heads)"
+            )
 
     def validate_layers(self) -> None:
         """Refuse lists of layers that the model does not have, or that need another choice."""
@@ -122,7 +124,9 @@ class MetaGPT2Config(PreTrainedConfig):
                 f"rope_layers is for position_embedding 'rope'; this model has {self.position_embedding!r}"
             )
         if self.text_full_layers is not None and self.text_window is None:
-            raise ValueError("text_full_layers needs a text_window: without one all layers see all text")
+            raise ValueError(
+                "text_full_layers needs a text_window: without one all layers see all text"
+            )
 
     def validate_text_window(self) -> None:
         """Refuse a window without a query's own position, and one without meta-tokens."""
@@ -133,7 +137,9 @@ class MetaGPT2Config(PreTrainedConfig):
                 f"text_window is {self.text_window} and text_sinks {self.text_sinks}; they must be at least 1 and 0"
             )
         if self.meta_token_id is None:
-            raise ValueError("text_window needs a meta_token_id: meta-tokens are what stays of the text")
+            raise ValueError(
+                "text_window needs a meta_token_id: meta-tokens are what stays of the text"
+            )
 
     def validate_vocabulary(self) -> None:
         """Refuse a meta-token, or entries in use, that the table has no row for."""

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.requests import RequestStatus
-from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
+from transformers.generation.continuous_batching.utils import (
+    find_head_dim,
+    find_num_key_value_heads,
+)
 
 from metatokens.errors import UserError
 from metatokens.model.mixins import add_mixin
@@ -21,7 +24,11 @@ if TYPE_CHECKING:  # each mixin goes in front of one of these
     from transformers.generation.continuous_batching.requests import RequestState as AnyRequest
     from transformers.generation.continuous_batching.scheduler import Scheduler as AnyScheduler
 else:
-    AnyManager, AnyRequest, AnyScheduler = object, object, ABC  # the root class of each; Python requires the same here
+    AnyManager, AnyRequest, AnyScheduler = (
+        object,
+        object,
+        ABC,
+    )  # the root class of each; Python requires the same here
 
 
 class MetaManager(AnyManager):
@@ -114,21 +121,35 @@ def further_layers(model: PreTrainedModel) -> int:
     """
     config = model.config
     text_config = config.get_text_config()
-    if getattr(config, "text_window", None) is not None or getattr(config, "attention_scale", "") == "log_length":
+    if (
+        getattr(config, "text_window", None) is not None
+        or getattr(config, "attention_scale", "") == "log_length"
+    ):
         raise UserError(
             "continuous batching does not go with a text_window, or with attention_scale 'log_length'; call generate()."
         )
     if not model._supports_attention_backend:
-        raise UserError(f"continuous batching is not for a {type(model).__name__}, whose attention reads no pages.")
+        raise UserError(
+            f"continuous batching is not for a {type(model).__name__}, whose attention reads no pages."
+        )
     modules = [module for module in model.modules() if getattr(module, "is_second", False)]
     if any(module.needs_all_rows for module in modules):
-        raise UserError("continuous batching knows no second attention of this kind; call generate().")
+        raise UserError(
+            "continuous batching knows no second attention of this kind; call generate()."
+        )
     second = [module.config for module in modules]
-    layer_types, window = (getattr(text_config, name, None) for name in ("layer_types", "sliding_window"))
+    layer_types, window = (
+        getattr(text_config, name, None) for name in ("layer_types", "sliding_window")
+    )
     if second and layer_types is None and window is not None:
-        raise UserError("continuous batching needs a block without a sliding window; call generate() instead.")
+        raise UserError(
+            "continuous batching needs a block without a sliding window; call generate() instead."
+        )
     page_features = find_num_key_value_heads(text_config) * find_head_dim(text_config)
-    return sum(ceil(settings.num_attention_heads * settings.head_size / page_features) for settings in second)
+    return sum(
+        ceil(settings.num_attention_heads * settings.head_size / page_features)
+        for settings in second
+    )
 
 
 def _with_further_layers(model: PreTrainedModel) -> PreTrainedModel:

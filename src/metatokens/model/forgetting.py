@@ -67,8 +67,12 @@ class ForgettingRule:
                 small, or has entries that are unknown here; or if positions do not grow from one real token to the
                 next.
         """
-        if isinstance(attention_mask, dict) or (attention_mask is not None and attention_mask.ndim == 4):
-            raise UserError("a mask of four dimensions would replace the text_window; give one of two dimensions.")
+        if isinstance(attention_mask, dict) or (
+            attention_mask is not None and attention_mask.ndim == 4
+        ):
+            raise UserError(
+                "a mask of four dimensions would replace the text_window; give one of two dimensions."
+            )
         if positions.is_floating_point():
             raise UserError(
                 f"with a text_window, positions are whole numbers; these are of the type {positions.dtype}."
@@ -76,11 +80,17 @@ class ForgettingRule:
         is_remembered = is_meta | (positions < config.text_sinks)
         last_readers = torch.where(is_remembered, FOREVER, positions + config.text_window - 1)
         is_real = _real_tokens(is_meta, attention_mask, cache)
-        if (are_chosen or cache is not None) and sequences is None and not torch.compiler.is_compiling():
+        if (
+            (are_chosen or cache is not None)
+            and sequences is None
+            and not torch.compiler.is_compiling()
+        ):
             _check_order(positions, is_real, cache)
         notes = [_notes(positions, last_readers, is_real, sequences)]
         if config.text_full_layers:
-            notes.append(_notes(positions, torch.full_like(last_readers, FOREVER), is_real, sequences))
+            notes.append(
+                _notes(positions, torch.full_like(last_readers, FOREVER), is_real, sequences)
+            )
         if sequences is not None:
             positions = _one_after_another(positions, positions, sequences)
         if cache is not None:
@@ -92,7 +102,9 @@ class ForgettingRule:
 
     def mask_function(self) -> Callable[[Any, Any, Any, Any], Tensor]:
         """The rule as a mask function of transformers, whose indices count from 0, and broadcast."""
-        key_positions, last_readers = (tensor.contiguous() for tensor in self.keys)  # as flex attention needs them
+        key_positions, last_readers = (
+            tensor.contiguous() for tensor in self.keys
+        )  # as flex attention needs them
         positions = self.positions.expand(len(key_positions), -1)
 
         def is_seen(batch: Any, head: Any, query: Any, key: Any) -> Tensor:
@@ -108,7 +120,9 @@ class ForgettingRule:
         """
         make = ALL_MASK_ATTENTION_FUNCTIONS.get(config._attn_implementation, flash_attention_mask)
         if make is flash_attention_mask:
-            raise UserError("a text_window needs attention that takes masks: 'sdpa', 'flex_attention' or 'eager'.")
+            raise UserError(
+                "a text_window needs attention that takes masks: 'sdpa', 'flex_attention' or 'eager'."
+            )
         batch, keys = self.keys.positions.shape
         return make(
             batch_size=batch,
@@ -124,8 +138,12 @@ class ForgettingRule:
         """Which keys each query sees, (batch, length, keys) bool."""
         batch, keys = self.keys.positions.shape
         sizes = (batch, self.positions.shape[1], keys)
-        batch_index, query_index, key_index = (torch.arange(size, device=self.positions.device) for size in sizes)
-        return self.mask_function()(batch_index[:, None, None], None, query_index[:, None], key_index)
+        batch_index, query_index, key_index = (
+            torch.arange(size, device=self.positions.device) for size in sizes
+        )
+        return self.mask_function()(
+            batch_index[:, None, None], None, query_index[:, None], key_index
+        )
 
 
 def _real_tokens(is_meta: Tensor, attention_mask: Tensor | None, cache: Any) -> Tensor:
@@ -140,13 +158,17 @@ def _real_tokens(is_meta: Tensor, attention_mask: Tensor | None, cache: Any) -> 
     return attention_mask[:, columns] != 0
 
 
-def _notes(positions: Tensor, last_readers: Tensor, is_real: Tensor, sequences: Tensor | None) -> KeyNotes:
+def _notes(
+    positions: Tensor, last_readers: Tensor, is_real: Tensor, sequences: Tensor | None
+) -> KeyNotes:
     """What is noted about new keys, (batch, length) each."""
     last_readers = last_readers.masked_fill(~is_real, -1)
     if sequences is None:
         return KeyNotes(positions.expand_as(last_readers), last_readers)
     shifted = _one_after_another(positions, positions, sequences)
-    return KeyNotes(shifted.expand_as(last_readers), _one_after_another(last_readers, positions, sequences))
+    return KeyNotes(
+        shifted.expand_as(last_readers), _one_after_another(last_readers, positions, sequences)
+    )
 
 
 def _one_after_another(values: Tensor, positions: Tensor, sequences: Tensor) -> Tensor:

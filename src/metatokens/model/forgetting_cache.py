@@ -68,7 +68,9 @@ class ForgettingStaticLayer(AnyCacheLayer):
     is_initialized: bool
     cumulative_length: Tensor
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Write the new entries, (batch, heads, new, head size), and return all."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -147,7 +149,9 @@ class ForgettingCache(AnyCache):
                 "this cache lost entries, or has some that a text_window cannot place: those of learned prompts, or of "
                 "a pass in training mode."
             )
-        elif not self.keeps_all and self.held - max(self.held_after_drop, window) >= max(16, window // 4):
+        elif not self.keeps_all and self.held - max(self.held_after_drop, window) >= max(
+            16, window // 4
+        ):
             self._drop(positions_of(self.notes.values[:, 0, :, 0] >= first_position))
 
     def take_note(self, new: Sequence[KeyNotes]) -> list[KeyNotes]:
@@ -160,7 +164,9 @@ class ForgettingCache(AnyCache):
             The same about the entries that are held and the new ones, (batch, held + length).
         """
         all_notes = []
-        for layer, (positions, last_readers) in zip(self.layers[self.number_of_layers :], new, strict=True):
+        for layer, (positions, last_readers) in zip(
+            self.layers[self.number_of_layers :], new, strict=True
+        ):
             keys, values = layer.update(positions[:, None, :, None], last_readers[:, None, :, None])
             all_notes.append(KeyNotes(keys[:, 0, :, 0], values[:, 0, :, 0]))
         return all_notes
@@ -204,7 +210,9 @@ class ForgettingCache(AnyCache):
             raise UserError("a cache of a fixed size that forgets text cannot be cropped.")
         removable = self.held - self.held_after_drop
         if self.has_dropped and -tokens_to_remove > removable:
-            raise UserError(f"text was dropped from this cache; only its last {removable} tokens can be removed.")
+            raise UserError(
+                f"text was dropped from this cache; only its last {removable} tokens can be removed."
+            )
         super().crop(tokens_to_remove)
 
     def reset(self) -> None:
@@ -241,12 +249,16 @@ def make_forgetting(cache: Any, config: Any) -> None:
     has_fixed_size = isinstance(cache.layers[0], StaticLayer)
     _check_kind(cache, StaticLayer if has_fixed_size else DynamicLayer)
     if has_fixed_size and full_blocks:
-        raise UserError("text_full_layers need a cache that grows: in one of a fixed size all layers are as large.")
+        raise UserError(
+            "text_full_layers need a cache that grows: in one of a fixed size all layers are as large."
+        )
     add_mixin(cache, ForgettingCache)
     cache.rule = rule
     cache.number_of_layers = len(cache.layers)
     # A second attention's layers come after those of all blocks.
-    cache.full_layers = [number for number in range(cache.number_of_layers) if number % blocks in full_blocks]
+    cache.full_layers = [
+        number for number in range(cache.number_of_layers) if number % blocks in full_blocks
+    ]
     size = [cache.layers[0].max_cache_len] if has_fixed_size else []
     cache.layers.append(type(cache.layers[0])(*size))
     if full_blocks:
@@ -259,8 +271,12 @@ def make_forgetting(cache: Any, config: Any) -> None:
 def _check_kind(cache: Any, kind: Any) -> None:
     """Refuse a cache whose layers are not all of a kind that can forget."""
     is_other = isinstance(cache, QuantizedCache) or cache.offloading
-    if is_other or not all(isinstance(layer, kind) and not layer.is_sliding for layer in cache.layers):
-        raise UserError("a text_window needs a DynamicCache or a StaticCache, neither quantized nor offloaded.")
+    if is_other or not all(
+        isinstance(layer, kind) and not layer.is_sliding for layer in cache.layers
+    ):
+        raise UserError(
+            "a text_window needs a DynamicCache or a StaticCache, neither quantized nor offloaded."
+        )
 
 
 def refuse_forgetting_cache(cache: Any) -> None:

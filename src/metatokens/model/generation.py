@@ -30,12 +30,30 @@ from metatokens.model.cache import InsertedTokens
 from metatokens.model.configuration import MetaGPT2Config, never_generated
 from metatokens.model.continuous_batching import MetaManager, further_layers
 from metatokens.model.mixins import add_mixin
-from metatokens.model.positions import check_length, check_positions, position_ids_from_mask, steady_length
-from metatokens.model.releases import CACHE, PEFTS_CACHE, cache_among, check_learned_prompts, with_cache_renamed
+from metatokens.model.positions import (
+    check_length,
+    check_positions,
+    position_ids_from_mask,
+    steady_length,
+)
+from metatokens.model.releases import (
+    CACHE,
+    PEFTS_CACHE,
+    cache_among,
+    check_learned_prompts,
+    with_cache_renamed,
+)
 
 READ_AT_ONCE = 512  # tokens of a prompt in one forward pass of a model with a `text_window`
 # The inputs of a step that are split if a prompt is read in chunks.
-_SPLIT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "meta_token_mask", "meta_positions")
+_SPLIT = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "meta_token_mask",
+    "meta_positions",
+)
 # Arguments of a step that this module adds. They have names of their own, since transformers would take `meta_every`
 # for a field of its configuration.
 _STEP_ARGUMENTS = ("insert_every", "prompt_length", "chooses_text")
@@ -85,7 +103,9 @@ class Interleaved(NamedTuple):
     text_indices: Tensor
 
     @classmethod
-    def of(cls, text: Tensor, mask: Tensor, text_before: list[int], meta_token_id: int) -> "Interleaved":
+    def of(
+        cls, text: Tensor, mask: Tensor, text_before: list[int], meta_token_id: int
+    ) -> "Interleaved":
         """Insert a meta-token behind each of these numbers of text tokens, ascending."""
         meta_indices = [count + earlier for earlier, count in enumerate(text_before)]
         length = text.shape[1] + len(meta_indices)
@@ -132,7 +152,10 @@ class MetaTokenGenerationMixin(GenerationMixin):
                     "a setting inserts meta-tokens in training mode: a trainer that generates, such as TRL's GRPO, "
                     "would learn from ids without them. Put meta-tokens into the prompts, or call model.eval() first."
                 )
-            kwargs |= {"insert_every": insert_every, "prompt_length": _prompt_length(inputs, kwargs)}
+            kwargs |= {
+                "insert_every": insert_every,
+                "prompt_length": _prompt_length(inputs, kwargs),
+            }
         # A processor of the caller's may choose a meta-token, and an assistant would be given this argument too.
         may_choose_meta_tokens = args or any(
             kwargs.get(name) for name in ("logits_processor", "custom_generate", "assistant_model")
@@ -180,13 +203,16 @@ class MetaTokenGenerationMixin(GenerationMixin):
         if further_layers(self):
             settings.max_blocks_per_request = 0  # no kernel can read the second attention's pages
         if meta_every is not None:
-            settings.use_async_batching = False  # its next batch would begin before it is known what is inserted
+            # Its next batch would begin before it is known what is inserted.
+            settings.use_async_batching = False
         manager = super().init_continuous_batching(generation_config, settings, *args, **kwargs)
         add_mixin(manager, MetaManager)
         manager.meta_every = meta_every
         return manager
 
-    def _insert_every(self, meta_every: int | None, generation_config: GenerationConfig | None) -> int | None:
+    def _insert_every(
+        self, meta_every: int | None, generation_config: GenerationConfig | None
+    ) -> int | None:
         """The `meta_every` that holds: the argument's, or that of a generation configuration; None for 0."""
         for config in (generation_config, self.generation_config):
             if meta_every is None:
@@ -196,7 +222,9 @@ class MetaTokenGenerationMixin(GenerationMixin):
         if self.config.meta_token_id is None:
             raise UserError("meta_every needs a model with a meta_token_id; this one has none.")
         if type(meta_every) is not int or meta_every < 1:
-            raise UserError(f"meta_every is {meta_every!r}; it must be a whole number, at least 1, or 0 for none.")
+            raise UserError(
+                f"meta_every is {meta_every!r}; it must be a whole number, at least 1, or 0 for none."
+            )
         return meta_every
 
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
@@ -204,7 +232,9 @@ class MetaTokenGenerationMixin(GenerationMixin):
         processors = super()._get_logits_processor(*args, **kwargs)
         suppressed = never_generated(self.config)
         if suppressed:
-            processors.insert(0, SuppressMetaToken(suppressed, device=kwargs.get("device") or self.device))
+            processors.insert(
+                0, SuppressMetaToken(suppressed, device=kwargs.get("device") or self.device)
+            )
         return processors
 
     def prepare_inputs_for_generation(
@@ -237,16 +267,28 @@ class MetaTokenGenerationMixin(GenerationMixin):
             mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
             text_before = _inserted_behind(cache, prompt_length, insert_every, input_ids.shape[1])
             sequence = Interleaved.of(input_ids, mask, text_before, self.config.meta_token_id)
-            return self._inputs_of(sequence, cache, kwargs, text_after=prompt_length if chooses_text else None)
-        step = self._prepared_inputs(input_ids, attention_mask, kwargs | {CACHE: cache, "inputs_embeds": inputs_embeds})
-        if chooses_text and kwargs.get("next_sequence_length") == 1 and not kwargs.get("is_first_iteration"):
+            return self._inputs_of(
+                sequence, cache, kwargs, text_after=prompt_length if chooses_text else None
+            )
+        step = self._prepared_inputs(
+            input_ids, attention_mask, kwargs | {CACHE: cache, "inputs_embeds": inputs_embeds}
+        )
+        if (
+            chooses_text
+            and kwargs.get("next_sequence_length") == 1
+            and not kwargs.get("is_first_iteration")
+        ):
             step["meta_positions"] = _in_all_rows([], step["input_ids"])
         if meta_token_mask is not None:
-            unread = step["input_ids"] if step.get("inputs_embeds") is None else step["inputs_embeds"]
+            unread = (
+                step["input_ids"] if step.get("inputs_embeds") is None else step["inputs_embeds"]
+            )
             step["meta_token_mask"] = meta_token_mask[:, -unread.shape[1] :]
         return step
 
-    def _prepared_inputs(self, input_ids: Tensor, mask: Tensor | None, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _prepared_inputs(
+        self, input_ids: Tensor, mask: Tensor | None, inputs: dict[str, Any]
+    ) -> dict[str, Any]:
         """The inputs of one step as transformers prepares them.
 
         With a `text_window`, the mask stays as it is: one of four dimensions would replace the window. The cache gets
@@ -321,7 +363,11 @@ class MetaTokenGenerationMixin(GenerationMixin):
         return axes[..., text_indices] + earlier_meta_tokens  # a meta-token moves all axes by one
 
     def _prefill(
-        self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: Any, is_first_iteration: bool = True
+        self,
+        input_ids: Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: Any,
+        is_first_iteration: bool = True,
     ) -> Any:
         """Read the prompt, in chunks if `prefill_chunk_size` or a `text_window` asks for them.
 
@@ -331,7 +377,9 @@ class MetaTokenGenerationMixin(GenerationMixin):
         cache, mask = model_kwargs.get(CACHE), model_kwargs.get("attention_mask")
         embeddings = model_kwargs.get("inputs_embeds") if is_first_iteration else None
         length = (input_ids if embeddings is None else embeddings).shape[1]
-        mask_length = getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1]
+        mask_length = (
+            getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1]
+        )
         text_length = max(length, mask_length) + len(getattr(cache, "inserted", ()))
         steady = steady_length(self.config)
         is_steady = steady is None or text_length <= steady
@@ -351,7 +399,9 @@ class MetaTokenGenerationMixin(GenerationMixin):
                 f"the rotary frequencies of this model depend on the length of a text of more than {steady} tokens, "
                 f"and a prompt of {length} in chunks of {size} would have several: leave prefill_chunk_size out."
             )
-        if any(isinstance(value, Tensor) for name, value in step.items() if name not in _SPLIT):  # images, say
+        if any(
+            isinstance(value, Tensor) for name, value in step.items() if name not in _SPLIT
+        ):  # images, say
             return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
         return self._read_in_chunks(step, size)
 
@@ -388,7 +438,9 @@ class MetaTokenGenerationMixin(GenerationMixin):
         length = split["input_ids"].shape[1] if embeddings is None else embeddings.shape[1]
         for start in range(0, length, size):
             end = min(start + size, length)
-            chunk = {name: value[..., start:end] for name, value in split.items()}  # positions may have three axes
+            chunk = {
+                name: value[..., start:end] for name, value in split.items()
+            }  # positions may have three axes
             if embeddings is not None:
                 chunk["inputs_embeds"] = embeddings[:, start:end]
             if mask is not None:
@@ -398,13 +450,17 @@ class MetaTokenGenerationMixin(GenerationMixin):
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         # transformers expects the names in `prepare_inputs_for_generation`, which PEFT replaces by one with **kwargs.
-        theirs = {name: value for name, value in model_kwargs.items() if name not in _STEP_ARGUMENTS}
+        theirs = {
+            name: value for name, value in model_kwargs.items() if name not in _STEP_ARGUMENTS
+        }
         super()._validate_model_kwargs(theirs)
 
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+        model_kwargs = super()._update_model_kwargs_for_generation(
+            outputs, model_kwargs, *args, **kwargs
+        )
         mask = model_kwargs.get("meta_token_mask")
         if mask is not None:  # generated tokens are text
             model_kwargs["meta_token_mask"] = pad(mask, (0, kwargs.get("num_new_tokens", 1)))
@@ -423,19 +479,25 @@ class MetaTokenGenerationMixin(GenerationMixin):
         if prompt_length is not None and generation_mode == GenerationMode.ASSISTED_GENERATION:
             raise UserError("assisted generation does not support inserted meta-tokens.")
         if prompt_length is not None and generation_config.guidance_scale not in (None, 1):
-            raise UserError("guidance_scale does not support inserted meta-tokens: its second prompt would have none.")
+            raise UserError(
+                "guidance_scale does not support inserted meta-tokens: its second prompt would have none."
+            )
         if has_window and generation_config.assistant_early_exit:
             raise UserError("assistant_early_exit does not support a text_window.")
         every = model_kwargs.get("insert_every")
         if every is not None:  # a static cache needs room for these, too
             max_cache_length += (max_cache_length - prompt_length) // every + 1
-        if generation_config.cache_implementation == "static" and isinstance(self.config, MetaGPT2Config):
+        if generation_config.cache_implementation == "static" and isinstance(
+            self.config, MetaGPT2Config
+        ):
             check_length(self.config, max_cache_length)
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
         cache = model_kwargs.get(CACHE)
-        check_learned_prompts(self.prepare_inputs_for_generation, self.device, uses_cache=cache is not None)
+        check_learned_prompts(
+            self.prepare_inputs_for_generation, self.device, uses_cache=cache is not None
+        )
         if has_window and generation_config.is_assistant and cache is not None:
             cache.keeps_all = True  # tokens that the other model does not take are removed from it
 
@@ -443,7 +505,9 @@ class MetaTokenGenerationMixin(GenerationMixin):
 def _prompt_length(inputs: Tensor | None, kwargs: Mapping[str, Any]) -> int:
     """The text tokens of a prompt that meta-tokens are inserted after; refuses arguments that do not support them."""
     if kwargs.get("position_ids") is not None:
-        raise UserError("position_ids do not support inserted meta-tokens, which take positions of their own.")
+        raise UserError(
+            "position_ids do not support inserted meta-tokens, which take positions of their own."
+        )
     prompt, mask = kwargs.get("input_ids", inputs), kwargs.get("attention_mask")
     has_other_inputs = prompt is None or "inputs_embeds" in kwargs or "meta_token_mask" in kwargs
     if has_other_inputs or (mask is not None and mask.shape != prompt.shape):
@@ -454,7 +518,9 @@ def _prompt_length(inputs: Tensor | None, kwargs: Mapping[str, Any]) -> int:
     return prompt.shape[1]
 
 
-def _inserted_behind(cache: Any, prompt_length: int, every: int | None, text_length: int) -> list[int]:
+def _inserted_behind(
+    cache: Any, prompt_length: int, every: int | None, text_length: int
+) -> list[int]:
     """The numbers of text tokens in front of each meta-token that was inserted before or is inserted now.
 
     A cache knows those that were inserted into the prompt, when it was filled.

@@ -28,7 +28,9 @@ class FromGPT2:
     """Mixin for a language model that can be converted from GPT-2."""
 
     @classmethod
-    def from_gpt2(cls: Any, hf_model: GPT2LMHeadModel, second_attention: SecondAttention = "none") -> Any:
+    def from_gpt2(
+        cls: Any, hf_model: GPT2LMHeadModel, second_attention: SecondAttention = "none"
+    ) -> Any:
         """Convert a transformers GPT-2; the logits of its vocabulary and its settings of generation stay the same.
 
         The output projection of a second attention module starts at zero, so that the function is unchanged until it is
@@ -43,7 +45,9 @@ class FromGPT2:
             UserError: if the model is no GPT-2, or uses an option of GPT-2 that this family lacks.
         """
         if not isinstance(hf_model, GPT2LMHeadModel):
-            raise UserError(f"a {type(hf_model).__name__} cannot be converted; give transformers' GPT2LMHeadModel.")
+            raise UserError(
+                f"a {type(hf_model).__name__} cannot be converted; give transformers' GPT2LMHeadModel."
+            )
         config = _configuration_of(hf_model.config, second_attention)
         model = cls(config).to(hf_model.dtype)
         weights = _weights_of(hf_model)
@@ -61,10 +65,18 @@ class FromGPT2:
 
 
 def _configuration_of(gpt2: GPT2Config, second_attention: SecondAttention) -> MetaGPT2Config:
-    if gpt2.scale_attn_by_inverse_layer_idx or gpt2.add_cross_attention or not gpt2.scale_attn_weights:
-        raise UserError("only the plain GPT-2 can be converted (no cross-attention, attention scaled by sqrt(d)).")
+    if (
+        gpt2.scale_attn_by_inverse_layer_idx
+        or gpt2.add_cross_attention
+        or not gpt2.scale_attn_weights
+    ):
+        raise UserError(
+            "only the plain GPT-2 can be converted (no cross-attention, attention scaled by sqrt(d))."
+        )
     if not gpt2.tie_word_embeddings:
-        raise UserError("this GPT-2 has a separate head; only one that is tied to the embedding can be converted.")
+        raise UserError(
+            "this GPT-2 has a separate head; only one that is tied to the embedding can be converted."
+        )
     grows = second_attention != "none"
     return MetaGPT2Config(
         vocab_size=(gpt2.vocab_size // 64 + 1) * 64 if grows else gpt2.vocab_size,
@@ -91,7 +103,9 @@ def _weights_of(hf_model: GPT2LMHeadModel) -> dict[str, Tensor]:
     """The weights under this family's names; GPT-2's Conv1D stores them transposed."""
     renamed = {}
     for name, weight in hf_model.state_dict().items():
-        transposed = name.endswith("weight") and any(part in name for part in (".c_attn.", ".c_proj.", ".c_fc."))
+        transposed = name.endswith("weight") and any(
+            part in name for part in (".c_attn.", ".c_proj.", ".c_fc.")
+        )
         for old, new in _NAMES.items():
             name = name.replace(old, new)
         if name != "lm_head.weight":  # tied to the embedding

@@ -27,7 +27,9 @@ from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import Rotary
 from metatokens.model.wrappers import unwrapped
 
-Draw = Callable[[int], Tensor]  # width -> standard normal numbers by position, (batch or 1, length, width)
+Draw = Callable[
+    [int], Tensor
+]  # width -> standard normal numbers by position, (batch or 1, length, width)
 
 
 class Intervention:
@@ -143,7 +145,12 @@ class Noise(Intervention, usage="noise:S[:meta][:raw] with S at least 0"):
     def from_options(cls, *options: str) -> "Noise":
         """Noise with options such as `"0.5", "meta", "raw"`."""
         scale, *flags = options
-        if not 0 <= float(scale) < math.inf or flags not in ([], ["meta"], ["raw"], ["meta", "raw"]):
+        if not 0 <= float(scale) < math.inf or flags not in (
+            [],
+            ["meta"],
+            ["raw"],
+            ["meta", "raw"],
+        ):
             raise ValueError
         return cls(float(scale), "meta" in flags, "raw" in flags)
 
@@ -172,7 +179,9 @@ class Noise(Intervention, usage="noise:S[:meta][:raw] with S at least 0"):
 
 
 @contextmanager
-def intervene(model: PreTrainedModel, intervention: Intervention | None, *, seed: int = 0) -> Iterator[None]:
+def intervene(
+    model: PreTrainedModel, intervention: Intervention | None, *, seed: int = 0
+) -> Iterator[None]:
     """Run a model with an intervention, in `generate()` too, as long as the context lasts.
 
     Keys that are cached meanwhile keep it. Contexts can be nested: the inner one changes what the outer one left.
@@ -192,14 +201,18 @@ def intervene(model: PreTrainedModel, intervention: Intervention | None, *, seed
         yield
         return
     if unwrapped(model) is not model:  # a compiled graph does not run hooks that come later
-        raise UserError(f"interventions change the model itself: give the one that the {type(model).__name__} wraps.")
+        raise UserError(
+            f"interventions change the model itself: give the one that the {type(model).__name__} wraps."
+        )
     _check(intervention, model)
     hooks = _Hooks(intervention, model.config.meta_token_id, seed)
     with ExitStack() as stack:
         stack.enter_context(model.register_forward_pre_hook(_check_inputs, with_kwargs=True))
         stack.enter_context(model.get_input_embeddings().register_forward_hook(hooks.on_embedding))
         if intervention.has_positions and model.model.learned_positions is not None:
-            stack.enter_context(model.model.learned_positions.register_forward_hook(hooks.on_learned))
+            stack.enter_context(
+                model.model.learned_positions.register_forward_hook(hooks.on_learned)
+            )
         if intervention.has_positions and model.model.rotary_emb is not None:
             stack.enter_context(model.model.rotary_emb.register_forward_hook(hooks.on_rotary))
         yield
@@ -207,7 +220,9 @@ def intervene(model: PreTrainedModel, intervention: Intervention | None, *, seed
 
 def _check(intervention: Intervention, model: PreTrainedModel) -> None:
     if intervention.has_positions and not isinstance(model, MetaGPT2ForCausalLM):
-        raise UserError(f"{intervention} is for this package's own models; on a {type(model).__name__} use no_embed.")
+        raise UserError(
+            f"{intervention} is for this package's own models; on a {type(model).__name__} use no_embed."
+        )
     if intervention.has_positions and model.config.position_embedding == "none":
         raise UserError(
             f"{intervention} changes positions, and this model has position_embedding 'none'; use no_embed."
@@ -219,14 +234,19 @@ def _check(intervention: Intervention, model: PreTrainedModel) -> None:
 def _check_inputs(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
     for name in ("inputs_embeds", "meta_token_mask"):
         if inputs.get(name) is not None:
-            raise UserError(f"an intervention finds meta-tokens by their ids: give input_ids, and no {name}.")
+            raise UserError(
+                f"an intervention finds meta-tokens by their ids: give input_ids, and no {name}."
+            )
 
 
 class _Hooks:
     """Hooks, which change what the embedding (always called first), the learned table and the rotary module return."""
 
     def __init__(self, intervention: Intervention, meta_token_id: int | None, seed: int):
-        self.intervention, self.meta_token_id = intervention, -1 if meta_token_id is None else meta_token_id
+        self.intervention, self.meta_token_id = (
+            intervention,
+            -1 if meta_token_id is None else meta_token_id,
+        )
         self.generator = np.random.default_rng(seed)
         self.rows: np.ndarray | None = None  # the noise of each position, (positions, width)
         self.is_meta: Tensor  # (batch, length, 1), of the current forward pass
@@ -236,22 +256,32 @@ class _Hooks:
         return self._select(self.intervention.change_embeddings(output), output)
 
     def on_learned(self, table: nn.Embedding, args: tuple[Tensor], output: Tensor) -> Tensor:
-        changed = self.intervention.change_learned(output, table, lambda width: self.noise(args[0], width))
+        changed = self.intervention.change_learned(
+            output, table, lambda width: self.noise(args[0], width)
+        )
         return self._select(changed, output)
 
     def on_rotary(self, module: Any, args: tuple[Tensor, Tensor], output: Rotary) -> Rotary:
-        cos, sin = self.intervention.change_rotary(output, module, lambda width: self.noise(args[1], width))
+        cos, sin = self.intervention.change_rotary(
+            output, module, lambda width: self.noise(args[1], width)
+        )
         return self._select(cos, output[0]), self._select(sin, output[1])
 
     def noise(self, position_ids: Tensor, width: int) -> Tensor:
         """The noise of positions (batch or 1, length), drawn in order, so that later positions change none before."""
         rows = np.empty((0, width), dtype=np.float32) if self.rows is None else self.rows
         if (missing := int(position_ids.max()) + 1 - len(rows)) > 0:
-            rows = np.concatenate([rows, self.generator.standard_normal((missing, width), dtype=np.float32)])
+            rows = np.concatenate(
+                [rows, self.generator.standard_normal((missing, width), dtype=np.float32)]
+            )
         self.rows = rows
         return torch.from_numpy(rows[position_ids.cpu().numpy()]).to(position_ids.device)
 
     def _select(self, changed: Tensor, plain: Tensor) -> Tensor:
         """`changed`, (batch or 1, length, features), where the intervention applies."""
         changed = changed.to(plain)
-        return changed if self.intervention.is_everywhere else torch.where(self.is_meta, changed, plain)
+        return (
+            changed
+            if self.intervention.is_everywhere
+            else torch.where(self.is_meta, changed, plain)
+        )

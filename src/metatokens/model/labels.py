@@ -27,11 +27,15 @@ def without_meta_tokens(
     is_meta = labels == meta_token_id
     shift_labels, count = kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
     if shift_labels is not None:
-        kwargs = kwargs | {"shift_labels": shift_labels.masked_fill(shift_labels == meta_token_id, -100)}
+        kwargs = kwargs | {
+            "shift_labels": shift_labels.masked_fill(shift_labels == meta_token_id, -100)
+        }
     if count is not None:
         meta_tokens = is_meta[:, 1:].sum()
         scored = (labels[:, 1:] != -100).sum().clamp(min=1)
-        share = (1 - meta_tokens / scored).clamp(min=1e-6)  # the loss of meta-tokens alone is 0, not 0 / 0
+        share = (1 - meta_tokens / scored).clamp(
+            min=1e-6
+        )  # the loss of meta-tokens alone is 0, not 0 / 0
         kwargs = kwargs | {"num_items_in_batch": count * share}
     return labels.masked_fill(is_meta, -100), kwargs
 
@@ -50,5 +54,8 @@ def scored_labels(labels: Tensor, scored_positions: Tensor | None) -> tuple[Any,
     if scored_positions is None:
         is_scored = targets != -100
         return is_scored, targets[is_scored]
-    index = torch.arange(len(targets), device=targets.device)[:, None], scored_positions.clamp(min=0)
+    index = (
+        torch.arange(len(targets), device=targets.device)[:, None],
+        scored_positions.clamp(min=0),
+    )
     return index, targets[index].masked_fill(scored_positions < 0, -100)

@@ -29,7 +29,8 @@ def class_with(mixin: Any, base: Any) -> Any:
         plain = super(made, self).__reduce_ex__(max(protocol, 2))
         if type(self) is not made:  # a subclass has a name of its own
             return plain
-        _, (_, *arguments), *state = plain  # copyreg.__newobj__, the class with arguments of __new__, and the state
+        # Copyreg.__newobj__, the class with arguments of __new__, and the state.
+        _, (_, *arguments), *state = plain
         return _new, (origin_of(made), *arguments), *state
 
     attributes = {

@@ -59,7 +59,12 @@ from metatokens.model.paged_cache import engine_of
 from metatokens.model.positions import Rotary, packed_sequences
 from metatokens.model.releases import CACHE, CACHE_NAMES, cache_among
 from metatokens.model.rows import minimum_rows
-from metatokens.model.visibility import MetaAttentionForm, Visibility, meta_attention_form, meta_tokens
+from metatokens.model.visibility import (
+    MetaAttentionForm,
+    Visibility,
+    meta_attention_form,
+    meta_tokens,
+)
 from metatokens.model.vocabulary import MetaVocabulary, check_ids
 
 
@@ -75,7 +80,9 @@ class FeedForward(nn.Module):
         super().__init__()
         assert config.intermediate_size is not None  # the configuration fills it in
         self.in_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.bias)
-        self.out_proj = residual_linear(config.intermediate_size, config.hidden_size, bias=config.bias)
+        self.out_proj = residual_linear(
+            config.intermediate_size, config.hidden_size, bias=config.bias
+        )
         # GPT-2's approximate GELU: one operation here, eight in transformers.
         is_gelu_new = config.activation == "gelu_new"
         self.activation = nn.GELU(approximate="tanh") if is_gelu_new else ACT2FN[config.activation]
@@ -96,9 +103,13 @@ class MetaGPT2Block(GradientCheckpointingLayer):
         if config.second_attention != "none":
             self.second_norm = layer_norm(config)
         if config.second_attention == "meta":
-            self.second_attention = MetaAttention(config, layer_index, config.num_hidden_layers + layer_index)
+            self.second_attention = MetaAttention(
+                config, layer_index, config.num_hidden_layers + layer_index
+            )
         elif config.second_attention == "causal":
-            self.second_attention = CausalAttention(config, config.num_hidden_layers + layer_index, second=True)
+            self.second_attention = CausalAttention(
+                config, config.num_hidden_layers + layer_index, second=True
+            )
         for module in (self.attention, self.second_attention):
             if module is not None:
                 module.is_rotated = config.rope_layers is None or layer_index in config.rope_layers
@@ -107,7 +118,12 @@ class MetaGPT2Block(GradientCheckpointingLayer):
 
     # transformers' gradient checkpointing and accelerate look for the cache by the name of its argument, `CACHE`.
     def forward(
-        self, x: Tensor, *, causal: AttentionKwargs, meta: MetaAttentionKwargs | None, **named: Cache | None
+        self,
+        x: Tensor,
+        *,
+        causal: AttentionKwargs,
+        meta: MetaAttentionKwargs | None,
+        **named: Cache | None,
     ) -> Tensor:
         """The residual stream (batch, length, width) after this block; `meta` is None where there is no meta-token."""
         cache = named[CACHE]
@@ -117,7 +133,9 @@ class MetaGPT2Block(GradientCheckpointingLayer):
             x = x + self.second_attention(self.second_norm(x), cache=cache, **causal)[0]
         elif self.second_attention is not None and meta is not None:
             # softmax(Q K^T / sqrt(d) + M + P) V, P = 0 between meta-tokens: only their rows are computed
-            y, _ = self.second_attention(self.second_norm(meta["rows"].gather(x)), cache=cache, **meta)
+            y, _ = self.second_attention(
+                self.second_norm(meta["rows"].gather(x)), cache=cache, **meta
+            )
             x = meta["rows"].scatter_add(x, y)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -163,11 +181,15 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.learned_positions = self.rotary_emb = None
         if config.position_embedding == "learned":
-            self.learned_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+            self.learned_positions = nn.Embedding(
+                config.max_position_embeddings, config.hidden_size
+            )
         elif config.position_embedding == "rope":
             # `from_pretrained` recognises a module whose frequencies it has to compute by the name of this class.
             self.rotary_emb = LlamaRotaryEmbedding(config)
-        self.layers = nn.ModuleList(MetaGPT2Block(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            MetaGPT2Block(config, i) for i in range(config.num_hidden_layers)
+        )
         self.norm = layer_norm(config)
         self.gradient_checkpointing = False
         self.post_init()
@@ -200,7 +222,9 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         cache = cache_among({"past_key_values": past_key_values, **kwargs})
         engine = engine_of(kwargs)  # packs requests into a row, and keeps them apart
         lengths = kwargs.get("cu_seq_lens_q")
-        sequences = None if engine else packed_sequences(attention_mask, position_ids, cache, lengths)
+        sequences = (
+            None if engine else packed_sequences(attention_mask, position_ids, cache, lengths)
+        )
         cache = self._prepare_cache(cache, use_cache=use_cache if sequences is None else False)
 
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -231,11 +255,15 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             return x, self.rotary_emb(x, positions)
         return x, None
 
-    def _meta_tokens(self, input_ids: Tensor | None, x: Tensor, meta_token_mask: Tensor | None) -> Tensor:
+    def _meta_tokens(
+        self, input_ids: Tensor | None, x: Tensor, meta_token_mask: Tensor | None
+    ) -> Tensor:
         """Where the meta-tokens are, (batch, length) bool; nowhere if nothing in the model depends on it."""
         if self.config.second_attention != "meta" and self.config.text_window is None:
             return x.new_zeros(x.shape[:2], dtype=torch.bool)
-        return meta_tokens(self.embed_tokens, self.config.meta_token_id, input_ids, x, meta_token_mask)
+        return meta_tokens(
+            self.embed_tokens, self.config.meta_token_id, input_ids, x, meta_token_mask
+        )
 
     def _meta_attention_form(
         self, cache: Any, engine: Mapping[str, Any], meta_positions: Tensor | None
@@ -244,13 +272,18 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             return None
         if self._second_needs_all_rows:
             return "dense"
-        return meta_attention_form(cache, engine, makes_cache=False, has_places=meta_positions is not None)
+        return meta_attention_form(
+            cache, engine, makes_cache=False, has_places=meta_positions is not None
+        )
 
     @property
     def _second_needs_all_rows(self) -> bool:
         """Whether the second attention computes the rows of text too, as a further kind of it may."""
         blocks: Any = self.layers
-        return any(block.second_attention is not None and block.second_attention.needs_all_rows for block in blocks)
+        return any(
+            block.second_attention is not None and block.second_attention.needs_all_rows
+            for block in blocks
+        )
 
     def _prepare_cache(self, cache: Any, *, use_cache: bool | None) -> Any:
         """The cache to use: the given one, with second stores, or a new one where one is wanted."""
@@ -275,7 +308,9 @@ class MetaGPT2Output(CausalLMOutputWithPast):
     meta_attentions: tuple[Tensor, ...] | None = None
 
 
-class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
+class MetaGPT2ForCausalLM(
+    FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, MetaTokenGenerationMixin
+):
     """The language model. Meta-tokens are wherever `input_ids == config.meta_token_id`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  (transformers reads a dict)
@@ -341,7 +376,9 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
                 and have a cache, or `cu_seq_lens_q` without `position_ids`; if `meta_token_mask` has another shape than
                 the input; or if an argument does not go together with a `text_window`.
         """
-        output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
+        output_attentions = (
+            self.config.output_attentions if output_attentions is None else output_attentions
+        )
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,
@@ -355,7 +392,9 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
             output_meta_attentions=output_attentions and self.config.second_attention != "none",
             **kwargs,
         )
-        if self.training and not (torch.compiler.is_compiling() or self.has_trained or input_ids is None):
+        if self.training and not (
+            torch.compiler.is_compiling() or self.has_trained or input_ids is None
+        ):
             check_ids(input_ids, self.config.unpadded_vocab_size)
             self.has_trained = True
         if labels is not None:
@@ -364,7 +403,9 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
         if labels is not None and self.training and kwargs.get("shift_labels") is None:
             logits, loss = self._scored_logits(hidden, labels, scored_positions, kwargs)
         else:
-            last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            last = (
+                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            )
             logits, loss = linear(self.lm_head, hidden[:, last]), None
             if labels is not None:
                 loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
@@ -378,12 +419,18 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
         )
 
     def _scored_logits(
-        self, hidden: Tensor, labels: Tensor, scored_positions: Tensor | None, kwargs: dict[str, Any]
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        scored_positions: Tensor | None,
+        kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
         """The logits that labels score, and the loss: the head is the widest product of a small model."""
         scored, targets = scored_labels(labels, scored_positions)
         logits = linear(self.lm_head, hidden[scored])
-        return logits, self.loss_function(logits, None, self.config.vocab_size, **kwargs | {"shift_labels": targets})
+        return logits, self.loss_function(
+            logits, None, self.config.vocab_size, **kwargs | {"shift_labels": targets}
+        )
 
     def _meta_attentions(self, outputs: BaseModelOutputWithPast) -> tuple[Tensor, ...] | None:
         """The second module's weights; all are 0 if no module returned any, since there was no meta-token."""
@@ -398,7 +445,8 @@ class MetaGPT2ForCausalLM(FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, Met
                 f"cache_implementation {kind!r} is not available for this model; give 'dynamic' or 'static'."
             )
         if kind != "static":
-            generation_config.cache_implementation = None  # transformers makes no cache; the next lines do
+            # transformers makes no cache; the next lines do.
+            generation_config.cache_implementation = None
         if model_kwargs.get(CACHE) is None and generation_config.use_cache and kind != "static":
             model_kwargs[CACHE] = MetaTokenCache(self.config)
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)

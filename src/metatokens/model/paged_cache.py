@@ -30,7 +30,9 @@ def engine_of(inputs: dict[str, Any]) -> dict[str, Any]:
         UserError: in vLLM or SGLang, whose caches have no layers for the second attention module.
     """
     if "attention_instances" in inputs:
-        raise UserError("this model does not run in vLLM or SGLang; `transformers serve` serves it.")
+        raise UserError(
+            "this model does not run in vLLM or SGLang; `transformers serve` serves it."
+        )
     if pages_among(inputs) is None:
         return {}
     return {name: inputs[name] for name in _ENGINE if name in inputs}
@@ -57,7 +59,9 @@ def put_into_pages(
     page_values = _cut(v.to(cache.dtype), pages.num_key_value_heads, pages.head_dim)
     first = first_further + (layer_idx - first_further) * len(page_keys)
     keys, values = [], []
-    for layer, (page_key, page_value) in enumerate(zip(page_keys, page_values, strict=True), start=first):
+    for layer, (page_key, page_value) in enumerate(
+        zip(page_keys, page_values, strict=True), start=first
+    ):
         for_attention = dict(engine)  # which `update` changes
         key, value = cache.update(page_key, page_value, layer, for_attention)
         keys.append(key)

@@ -62,9 +62,13 @@ def packed_sequences(
         if may_be_packed:
             numbers = begins.cumsum(dim=-1)
     if numbers is not None and cache is not None:
-        raise UserError("sequences packed into one row cannot have a cache; give each its own row, padded.")
+        raise UserError(
+            "sequences packed into one row cannot have a cache; give each its own row, padded."
+        )
     if numbers is None and lengths is not None and len(lengths) > 2:
-        raise UserError("packed sequences need position_ids that start again with each, not cu_seq_lens_q alone.")
+        raise UserError(
+            "packed sequences need position_ids that start again with each, not cu_seq_lens_q alone."
+        )
     return numbers
 
 

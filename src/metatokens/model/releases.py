@@ -18,7 +18,11 @@ from metatokens.errors import UserError
 
 CACHE_NAMES = ("cache", "past_key_values")
 PEFTS_CACHE = "past_key_values"  # PEFT 0.21.2 knows no other name
-CACHE = next(name for name in CACHE_NAMES if name in {field.name for field in fields(BaseModelOutputWithPast)})
+CACHE = next(
+    name
+    for name in CACHE_NAMES
+    if name in {field.name for field in fields(BaseModelOutputWithPast)}
+)
 
 
 def pages_among(inputs: Mapping[str, Any]) -> PagedAttentionCache | None:
@@ -82,4 +86,6 @@ def check_learned_prompts(
             "new token: install PEFT 0.21.2."
         )
     if caches and not uses_cache:
-        raise UserError("a learned prefix is itself a cache: generate() needs use_cache=True for it.")
+        raise UserError(
+            "a learned prefix is itself a cache: generate() needs use_cache=True for it."
+        )

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from metatokens.errors import UserError
 
-TEXT_FEATURE = -1e4  # the feature of a text's key that hides it in the dense form; half precision holds it
+TEXT_FEATURE = (
+    -1e4
+)  # the feature of a text's key that hides it in the dense form; half precision holds it
 BREAKS_GRAPH = (
     "a cache that grows holds meta-tokens alone, whose number no graph can know: give use_cache=False, or a cache of a "
     "fixed size."
@@ -23,7 +25,9 @@ def check_graph() -> None:
     if torch.compiler.is_exporting():
         raise UserError(BREAKS_GRAPH)
     if torch.jit.is_tracing():
-        raise UserError("torch.jit.trace would record the number of meta-tokens in its example: use torch.export.")
+        raise UserError(
+            "torch.jit.trace would record the number of meta-tokens in its example: use torch.export."
+        )
 
 
 @torch.compiler.disable(reason=BREAKS_GRAPH)  # data-dependent shape
@@ -52,7 +56,9 @@ def positions_of(chosen: Tensor, *, multiple: int = 1) -> Tensor:
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """The rows of x, (batch or 1, ..., length, features), at `index`, (batch, most) -> (batch, ..., most, features)."""
     batch, rows = index.shape
-    index = index.view(batch, *[1] * (x.ndim - 3), rows, 1).expand(-1, *x.shape[1:-2], -1, x.shape[-1])
+    index = index.view(batch, *[1] * (x.ndim - 3), rows, 1).expand(
+        -1, *x.shape[1:-2], -1, x.shape[-1]
+    )
     return x.expand(batch, *x.shape[1:]).gather(-2, index)
 
 
@@ -120,7 +126,10 @@ class GatheredRows:
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "GatheredRows":
         """The same rows on another device; accelerate calls this where layers are spread over several."""
         tensors = (getattr(self, field.name) for field in fields(self))
-        moved = (None if tensor is None else tensor.to(device, non_blocking=non_blocking) for tensor in tensors)
+        moved = (
+            None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+            for tensor in tensors
+        )
         return GatheredRows(*moved)  # type: ignore[arg-type]  # None is moved to None
 
     def gather(self, x: Tensor) -> Tensor:
@@ -130,7 +139,9 @@ class GatheredRows:
     def scatter_add(self, x: Tensor, rows: Tensor) -> Tensor:
         """Add `rows` (batch, most, features) to x (batch, length, features) at the meta-tokens' places."""
         # Padding is dropped after the output projection, whose bias would leak into the first place.
-        rows = rows.to(x.dtype).masked_fill(~self.valid[:, :, None], 0.0)  # autocast may have lowered the precision
+        rows = rows.to(x.dtype).masked_fill(
+            ~self.valid[:, :, None], 0.0
+        )  # autocast may have lowered the precision
         return x.scatter_add(1, self.index[:, :, None].expand_as(rows), rows)
 
     def mask(self, mask: Tensor, key_slots: Tensor) -> Tensor:
@@ -142,9 +153,13 @@ class GatheredRows:
         """
         is_bool = mask.dtype == torch.bool
         seen, unseen = (True, False) if is_bool else (0.0, torch.finfo(mask.dtype).min)
-        columns = gather_rows(self.gather(mask).transpose(-1, -2), key_slots.clamp(min=0)).transpose(-1, -2)
+        columns = gather_rows(
+            self.gather(mask).transpose(-1, -2), key_slots.clamp(min=0)
+        ).transpose(-1, -2)
         columns = columns.masked_fill((key_slots < 0)[:, None, None, :], unseen)
-        return columns.masked_fill(~self.valid[:, None, :, None], seen)  # a padded query that sees nothing gives NaN
+        return columns.masked_fill(
+            ~self.valid[:, None, :, None], seen
+        )  # a padded query that sees nothing gives NaN
 
     def spread(self, weights: Tensor, key_slots: Tensor, shape: torch.Size) -> Tensor:
         """Attention weights over all positions, (batch, heads, length, total), 0 except among meta-tokens.
@@ -199,4 +214,6 @@ def minimum_rows(module: nn.Module) -> int:
 
     Each process has to use every parameter, or the others would wait for its gradients.
     """
-    return int(module.training and torch.distributed.is_available() and torch.distributed.is_initialized())
+    return int(
+        module.training and torch.distributed.is_available() and torch.distributed.is_initialized()
+    )

@@ -38,14 +38,23 @@ from metatokens.model.attention import AttentionKwargs, MetaAttentionKwargs
 from metatokens.model.cache import meta_key_counts, size_of
 from metatokens.model.forgetting import ForgettingRule
 from metatokens.model.forgetting_cache import refuse_forgetting_cache
-from metatokens.model.positions import Rotary, check_positions, counts_within, position_ids_from_mask
+from metatokens.model.positions import (
+    Rotary,
+    check_positions,
+    counts_within,
+    position_ids_from_mask,
+)
 from metatokens.model.rows import DenseRows, GatheredRows, positions_of, shown
 
 MetaAttentionForm = Literal["gathered", "dense"]
 
 
 def meta_tokens(
-    table: Any, meta_token_id: Any, input_ids: Tensor | None, embeddings: Any, meta_token_mask: Tensor | None
+    table: Any,
+    meta_token_id: Any,
+    input_ids: Tensor | None,
+    embeddings: Any,
+    meta_token_mask: Tensor | None,
 ) -> Tensor:
     """Where the meta-tokens are, (batch, length) bool: by the mask, or by ids, or where embeddings equal theirs.
 
@@ -62,7 +71,9 @@ def meta_tokens(
     if input_ids is not None:
         return input_ids == meta_token_id
     if table.training and getattr(table, "neftune_noise_alpha", None):
-        raise UserError("NEFTune changes the embeddings by which meta-tokens are found: give a meta_token_mask too.")
+        raise UserError(
+            "NEFTune changes the embeddings by which meta-tokens are found: give a meta_token_mask too."
+        )
     meta_embedding = table(torch.tensor([[meta_token_id]], device=embeddings.device)).to(embeddings)
     return (embeddings == meta_embedding).all(dim=-1)
 
@@ -82,7 +93,9 @@ def meta_attention_form(
         has_places: whether the caller gave the places of the meta-tokens.
     """
     has_fixed_size = cache is not None and size_of(cache) is not None
-    is_whole_graph = torch.compiler.is_compiling() and cache is None and not makes_cache and not has_places
+    is_whole_graph = (
+        torch.compiler.is_compiling() and cache is None and not makes_cache and not has_places
+    )
     return "dense" if engine or has_fixed_size or is_whole_graph else "gathered"
 
 
@@ -91,7 +104,9 @@ def mask_of_two_dimensions(attention_mask: Any) -> Tensor | None:
 
     Of a dictionary of masks by kind of layer, the one of layers without a sliding window counts.
     """
-    mask = attention_mask.get("full_attention") if isinstance(attention_mask, dict) else attention_mask
+    mask = (
+        attention_mask.get("full_attention") if isinstance(attention_mask, dict) else attention_mask
+    )
     return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
@@ -129,7 +144,9 @@ class NewTokens:
         padding_mask = mask_of_two_dimensions(attention_mask)
         if padding_mask is not None:
             if not torch.compiler.is_compiling() and padding_mask.shape[1] < cached + length:
-                raise UserError("the attention_mask needs a column for each cached token too, forgotten or not.")
+                raise UserError(
+                    "the attention_mask needs a column for each cached token too, forgotten or not."
+                )
             if not is_static:
                 padding_mask = padding_mask[:, : cached + length]
         return cls(cached, cache_position, padding_mask, columns, is_static)
@@ -148,7 +165,11 @@ class NewTokens:
 
     def without_padding(self, is_meta: Tensor) -> Tensor:
         """The real tokens among the chosen ones, both (batch, length) bool."""
-        return is_meta if self.padding_mask is None else is_meta & self.padding_mask[:, self.columns].bool()
+        return (
+            is_meta
+            if self.padding_mask is None
+            else is_meta & self.padding_mask[:, self.columns].bool()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +252,9 @@ class Visibility:
             rows = DenseRows(is_meta)
         elif form == "gathered":
             index = positions_of(is_meta) if meta_places is None else meta_places
-            rows = GatheredRows.at(index, tokens.cached, rotary_positions, sequences, minimum=minimum_rows)
+            rows = GatheredRows.at(
+                index, tokens.cached, rotary_positions, sequences, minimum=minimum_rows
+            )
         rule = None
         if forgets:
             are_chosen = position_ids is not None
@@ -244,7 +267,16 @@ class Visibility:
             refuse_forgetting_cache(cache)
         mask = attention_mask if tokens.padding_mask is None else tokens.padding_mask
         return cls(
-            tokens, positions, rotary_positions, sequences, mask, cache, engine, rows, rule, needs_weights=needs_weights
+            tokens,
+            positions,
+            rotary_positions,
+            sequences,
+            mask,
+            cache,
+            engine,
+            rows,
+            rule,
+            needs_weights=needs_weights,
         )
 
     def of_blocks(
@@ -270,23 +302,39 @@ class Visibility:
         if self.rule is not None and self.rule.full is not None:
             full = self._causal(config, x, rotary, self.rule.full)
         full_blocks = config.text_full_layers or ()
-        by_block = [full if number in full_blocks else causal for number in range(config.num_hidden_layers)]
+        by_block = [
+            full if number in full_blocks else causal for number in range(config.num_hidden_layers)
+        ]
         return by_block, self._meta(config, causal)
 
-    def _causal(self, config: Any, x: Tensor, rotary: Rotary | None, rule: ForgettingRule | None) -> AttentionKwargs:
+    def _causal(
+        self, config: Any, x: Tensor, rotary: Rotary | None, rule: ForgettingRule | None
+    ) -> AttentionKwargs:
         """What causal attention gets: its function, its mask M, and what else all blocks share."""
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            config._attn_implementation, eager_attention_forward
+        )
         mask = self._causal_mask(config, x) if rule is None else rule.mask(config, x.dtype)
         if attend is eager_attention_forward and mask is not None and mask.dtype == torch.bool:
             # a given mask of four dimensions; this function adds it to the logits
-            mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, torch.finfo(x.dtype).min)
-        if self.engine and mask is not None:  # before transformers 5.24, "paged|eager" fills the pages itself
+            mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(
+                ~mask, torch.finfo(x.dtype).min
+            )
+        if (
+            self.engine and mask is not None
+        ):  # before transformers 5.24, "paged|eager" fills the pages itself
             attend = sdpa_attention_forward
         log_keys = None
         if config.attention_scale == "log_length":
             counts = self._key_counts() if rule is None else rule.seen().sum(dim=-1)
             log_keys = log_counts(counts, x.dtype)
-        return {"attend": attend, "mask": mask, "rotary": rotary, "log_keys": log_keys, "engine": self.engine}
+        return {
+            "attend": attend,
+            "mask": mask,
+            "rotary": rotary,
+            "log_keys": log_keys,
+            "engine": self.engine,
+        }
 
     def _causal_mask(self, config: PreTrainedConfig, x: Tensor) -> Any:
         """The mask M without a text window, in the form that the configured attention function takes.
@@ -302,7 +350,9 @@ class Visibility:
             positions = self.sequences + torch.arange(x.shape[1], device=x.device)
         mask = create_causal_mask(config, x, self.attention_mask, self.cache, positions)
         if positions is not None and mask is None and not torch.compiler.is_compiling():
-            raise UserError("packed sequences need attention that takes masks: 'sdpa', 'flex_attention' or 'eager'.")
+            raise UserError(
+                "packed sequences need attention that takes masks: 'sdpa', 'flex_attention' or 'eager'."
+            )
         return mask
 
     def _key_counts(self) -> Tensor:
@@ -343,7 +393,9 @@ class Visibility:
         """
         if self.attention_mask is not None and self.attention_mask.ndim == 4:
             return True
-        return causal["attend"] is eager_attention_forward and (self.rule is None or self.needs_weights)
+        return causal["attend"] is eager_attention_forward and (
+            self.rule is None or self.needs_weights
+        )
 
     def meta_mask_of_retrofit(self, config: PreTrainedConfig) -> Tensor | None:
         """Which keys the rows of a retrofit's meta-attention see, (batch or 1, 1, length, keys) bool.
@@ -373,7 +425,9 @@ class Visibility:
         return None
 
 
-def mask_of_four_dimensions(config: PreTrainedConfig, attention_mask: Any, cache: Cache | None) -> Tensor | None:
+def mask_of_four_dimensions(
+    config: PreTrainedConfig, attention_mask: Any, cache: Cache | None
+) -> Tensor | None:
     """The mask of four dimensions, without a sliding window, that a base was given; None if there is none.
 
     In a model with a sliding window, a single mask of four dimensions may contain the window, and is refused. With a
@@ -404,4 +458,6 @@ def seen_by_a_head(mask: Tensor) -> Tensor:
 
 def log_counts(counts: Tensor, dtype: torch.dtype) -> Tensor:
     """The logarithm of counts (batch, length), at least 1, as (batch, length, 1)."""
-    return counts.clamp(min=1).to(torch.promote_types(dtype, torch.float32)).log().to(dtype)[..., None]
+    return (
+        counts.clamp(min=1).to(torch.promote_types(dtype, torch.float32)).log().to(dtype)[..., None]
+    )

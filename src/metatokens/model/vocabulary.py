@@ -37,7 +37,9 @@ class MetaVocabulary:
 
     saved_as = UNSAVED
 
-    def save_pretrained(self: Any, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(
+        self: Any, save_directory: str | PathLike, *args: Any, **kwargs: Any
+    ) -> None:
         """Save as transformers does, and name an unsaved model after the folder, where TRL and PEFT then find it.
 
         A Trainer's checkpoints, which are deleted later, give no name.
@@ -50,7 +52,10 @@ class MetaVocabulary:
             self.saved_as = self.name_or_path = self.config.name_or_path = str(save_directory)
 
     def resize_token_embeddings(
-        self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+        self: Any,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
     ) -> nn.Embedding:
         """Resize as transformers does, but never drop the meta-token's row.
 
@@ -62,13 +67,18 @@ class MetaVocabulary:
         """
         multiple = pad_to_multiple_of or 1
         up_to_meta_token = 0 if self.config.meta_token_id is None else self.config.meta_token_id + 1
-        if new_num_tokens is not None and math.ceil(new_num_tokens / multiple) * multiple < up_to_meta_token:
+        if (
+            new_num_tokens is not None
+            and math.ceil(new_num_tokens / multiple) * multiple < up_to_meta_token
+        ):
             raise UserError(
                 f"{new_num_tokens} rows leave out the meta-token, whose id is {self.config.meta_token_id}: keep the "
                 f"present {self.config.get_text_config().vocab_size} rows, or ask for more."
             )
         model = cast(Any, super())
-        table: nn.Embedding = model.resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        table: nn.Embedding = model.resize_token_embeddings(
+            new_num_tokens, pad_to_multiple_of, mean_resizing
+        )
         if new_num_tokens is not None:
             self.config.unpadded_vocab_size = max(new_num_tokens, up_to_meta_token)
         return table

@@ -12,7 +12,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def unwrapped(model: Any) -> Any:
     """The model inside the wrappers of torch.compile, DistributedDataParallel and others that accelerate unwraps."""
-    inner = extract_model_from_parallel(model, keep_torch_compile=False) if isinstance(model, nn.Module) else model
+    inner = (
+        extract_model_from_parallel(model, keep_torch_compile=False)
+        if isinstance(model, nn.Module)
+        else model
+    )
     return model if inner is model else unwrapped(inner)
 
 

@@ -83,7 +83,9 @@ class Claim(BaseModel):
         """The figures to measure, each with its sign: a, b, and their counterparts by `less`. A bound is none."""
         sides = [(1, self.a), (-1, b)]
         if self.less:
-            sides += [(-sign, {**side, **self.less}) for sign, side in sides if isinstance(side, dict)]
+            sides += [
+                (-sign, {**side, **self.less}) for sign, side in sides if isinstance(side, dict)
+            ]
         return [(sign, side) for sign, side in sides if isinstance(side, dict)]
 
 
@@ -172,14 +174,18 @@ class ClaimResult:
 @cache
 def claims() -> tuple[Claim, ...]:
     """The claims of the paper and our own, in the order of the questions that they answer."""
-    questions = yaml.safe_load(files("metatokens.paper").joinpath("claims.yaml").read_text(encoding="utf-8"))
+    questions = yaml.safe_load(
+        files("metatokens.paper").joinpath("claims.yaml").read_text(encoding="utf-8")
+    )
     del questions["lists"]
     read: list[Claim] = []
     for question, blocks in questions.items():
         for block in blocks:
             fields_by_text = block.pop("claims")
             for text, fields in fields_by_text.items():
-                read.append(Claim.model_validate({**block, **fields, "text": text, "question": question}))
+                read.append(
+                    Claim.model_validate({**block, **fields, "text": text, "question": question})
+                )
     return tuple(read)
 
 
@@ -211,7 +217,9 @@ def _strata(inputs: Inputs, claim: Claim, b: Side, over: Fields) -> Iterator[Mea
         for setting_values, rows in select(scores, **fields).groupby(keys):
             means = rows.groupby("figure")["value"].mean()
             left_out = _why_left_out(claim, means.to_numpy(), rows["chance"].iloc[0])
-            settings.append(Setting(dict(zip(keys, setting_values, strict=True)), tuple(means), left_out))
+            settings.append(
+                Setting(dict(zip(keys, setting_values, strict=True)), tuple(means), left_out)
+            )
             if not left_out:
                 counted.append(rows)
         complete = _complete(pd.concat(counted), len(counted) - 1)
@@ -233,7 +241,9 @@ def _scores(inputs: Inputs, claim: Claim, b: Side, over: Fields, keys: list[str]
             lists[key] = [length // inputs.scale for length in over[key]]
     figures = claim.figures(b)
     trainings = [tuple(fields.get(key) for key in _TRAINING) for _, fields in figures]
-    measured = [inputs.measured(**{"metric": claim.metric, **lists, **fields}) for _, fields in figures]
+    measured = [
+        inputs.measured(**{"metric": claim.metric, **lists, **fields}) for _, fields in figures
+    ]
     settings = measured[0][keys].drop_duplicates()
     if "ratio" in over:
         settings = settings[(settings["length"] / settings["train_length"]).isin(over["ratio"])]
@@ -248,7 +258,9 @@ def _scores(inputs: Inputs, claim: Claim, b: Side, over: Fields, keys: list[str]
             error=((rows["high"] - rows["low"]) / 2 / 1.96).fillna(0.0),
         )
         in_settings.append(_joined(settings, rows, set(fields)))
-    runs = pd.concat(in_settings).groupby([*keys, "figure", "sign", "training", "seed"], as_index=False, sort=False)
+    runs = pd.concat(in_settings).groupby(
+        [*keys, "figure", "sign", "training", "seed"], as_index=False, sort=False
+    )
     scores = runs.agg(  # heads and layers are averaged
         {
             "value": "mean",
@@ -274,7 +286,9 @@ def _on_common_prompts(scores: pd.DataFrame) -> pd.DataFrame:
     """The scores of the prompts that all tests have, where every line says which prompts it answered."""
     if not scores["hits"].all():
         return scores.assign(hits="")
-    fewest = scores.groupby("prompts")["n"].transform("min").astype(int)  # a test with fewer prompts has the first ones
+    fewest = (
+        scores.groupby("prompts")["n"].transform("min").astype(int)
+    )  # a test with fewer prompts has the first ones
     hits = list(map(unpack_hits, scores["hits"], fewest))
     return scores.assign(hits=hits, value=[float(of_run.mean()) for of_run in hits])
 

@@ -60,7 +60,9 @@ class Display:
         """Show the progress of the running stages."""
         if self._console.is_terminal:
             done = self._done(self._costs)
-            self._bar.update(self._task, completed=done, description=self._line(running), refresh=True)
+            self._bar.update(
+                self._task, completed=done, description=self._line(running), refresh=True
+            )
         elif time.monotonic() - self._last_line > LINE_EVERY:
             self._last_line = time.monotonic()
             self._print(running)

@@ -109,14 +109,20 @@ def load(paths: Sequence[Path]) -> Inputs:
     """
     read = read_runs(paths)
     grid = _grid_of(read)
-    measured = _typed(pd.concat([_rows(read.results, Result), _rows(read.measurements, Measurement)]))
-    latest = measured.drop_duplicates([name for name in measured if name not in _OUTCOMES], keep="last")
+    measured = _typed(
+        pd.concat([_rows(read.results, Result), _rows(read.measurements, Measurement)])
+    )
+    latest = measured.drop_duplicates(
+        [name for name in measured if name not in _OUTCOMES], keep="last"
+    )
     figures = _named(latest)
     figures.loc[(figures["metric"] == "perplexity") & (figures["text"] == ""), "text"] = "held_out"
     figures = figures[(figures["variant"] == "") | (figures["analysis"] == "")]
     figures = _with_chances(figures)
     curves = _named(_typed(_rows(read.points, CurvePoint)))
-    derived = pd.DataFrame([*_steps_to_learn(curves), *_distortions(figures), *_slowdowns(read.timings)])
+    derived = pd.DataFrame(
+        [*_steps_to_learn(curves), *_distortions(figures), *_slowdowns(read.timings)]
+    )
     figures = _typed(pd.concat([figures, derived, _log_perplexities(figures)]))
     return Inputs(figures, curves, grid, read, remeasured=len(measured) - len(latest))
 
@@ -131,7 +137,9 @@ def _grid_of(read: RunLines) -> str | None:
     presets = {recipe.partition("/")[0] for recipe in recipes}
     grid = next((preset for preset in GRIDS if preset in presets), None)
     if grid and len(presets) > 1:
-        raise UserError(f"there are lines of the preset {grid} and of other runs; report that preset alone.")
+        raise UserError(
+            f"there are lines of the preset {grid} and of other runs; report that preset alone."
+        )
     return grid
 
 
@@ -189,7 +197,9 @@ def distortion_curves(figures: pd.DataFrame) -> dict[tuple[int, int], Curve]:
     curves: dict[tuple[int, int], Curve] = {}
     for (seed, fit_seed), of_fit in points.groupby(["seed", "fit_seed"]):
         without_information = entropies.get(seed, of_fit["distortion"].max())
-        curves[int(seed), int(fit_seed)] = sorted([(0.0, without_information), *of_fit.itertuples(index=False)])
+        curves[int(seed), int(fit_seed)] = sorted(
+            [(0.0, without_information), *of_fit.itertuples(index=False)]
+        )
     return curves
 
 
@@ -219,7 +229,9 @@ def _named(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows with their variants, what follows the preset in the recipe, and with the names of models in full."""
     variants: list[str] = []
     names: list[str] = []
-    for model, recipe, window in zip(frame["model"], frame["recipe"], frame["text_window"], strict=True):
+    for model, recipe, window in zip(
+        frame["model"], frame["recipe"], frame["text_window"], strict=True
+    ):
         preset, _, variant = recipe.partition("/")
         is_of_preset = preset in PRESETS
         words = [
@@ -244,7 +256,9 @@ def _with_chances(figures: pd.DataFrame) -> pd.DataFrame:
     is_match = figures["metric"] == "exact_match"
     constant = _largest(constants, figures, prompts)
     chance = figures["chance"].where(figures["chance"].notna() | ~is_match, constant)
-    return figures.assign(chance=chance, shortcut=np.where(is_match, _largest(shortcuts, figures, prompts), nan))
+    return figures.assign(
+        chance=chance, shortcut=np.where(is_match, _largest(shortcuts, figures, prompts), nan)
+    )
 
 
 def _largest(shortcuts: pd.DataFrame, figures: pd.DataFrame, prompts: list[str]) -> np.ndarray:
@@ -283,7 +297,9 @@ def _distortions(figures: pd.DataFrame) -> Iterator[Fields]:
         fields = dict(zip(of_run, values, strict=True))
         for subject in ("meta", "text"):
             curves = distortion_curves(select(points, subject=["", subject])).values()
-            distortions = np.array([distortions_at(curve, RATES) for curve in curves])  # (fits, rates)
+            distortions = np.array(
+                [distortions_at(curve, RATES) for curve in curves]
+            )  # (fits, rates)
             if len(curves):
                 for rate, mean in zip(RATES, distortions.mean(axis=0), strict=True):
                     at_rate = {"subject": subject, "rate": rate, "value": mean, "n": len(curves)}

@@ -49,7 +49,9 @@ class Stage:
     kind: str  # the beginning of the name
     method: str
     subject: Fields = field(default_factory=dict)  # some of `model`, `task`, `condition`, `recipe`
-    options: Fields = field(default_factory=dict)  # all else that its results depend on, except other stages
+    options: Fields = field(
+        default_factory=dict
+    )  # all else that its results depend on, except other stages
     after: tuple[str, ...] = ()  # the stages that it needs
     product: str | None = None  # the last file that it writes for later stages, in the run's folder
     tables: tuple[str, ...] = ()  # the tables that show its results
@@ -62,7 +64,9 @@ class Stage:
         settings = {}
         for name, option in self.options.items():
             is_recipe = isinstance(option, BaseModel)
-            settings[name] = option.model_dump(mode="json", exclude_defaults=True) if is_recipe else option
+            settings[name] = (
+                option.model_dump(mode="json", exclude_defaults=True) if is_recipe else option
+            )
         return settings
 
     @property
@@ -100,7 +104,10 @@ def stages(sizes: Preset) -> list[Stage]:
         for name, task in product(inspection.models, inspection.tasks):
             plan.append(_inspection_stage(inspection, by_name[name], task, sizes))
     if sizes.looked_into:
-        plan += [_look_stage([by_name[name] for name in sizes.looked_into], task, sizes) for task in sizes.tasks]
+        plan += [
+            _look_stage([by_name[name] for name in sizes.looked_into], task, sizes)
+            for task in sizes.tasks
+        ]
     return plan
 
 
@@ -111,7 +118,9 @@ def select(plan: list[Stage], only: str | None) -> list[Stage]:
     needed = {stage.name for stage in plan if only in stage.answers}
     if not needed:
         known = set[str]().union(*(stage.answers for stage in plan))
-        raise UserError(f"no stage of this preset answers {only!r}; --only takes {', '.join(sorted(known))}.")
+        raise UserError(
+            f"no stage of this preset answers {only!r}; --only takes {', '.join(sorted(known))}."
+        )
     for stage in reversed(plan):  # each stage follows those that it needs
         if stage.name in needed:
             needed.update(stage.after)
@@ -167,7 +176,8 @@ def _example_stage(model: TrainedModel, recipe: FinetuneRecipe, task: str) -> St
         after=("tokenize",),
         product=f"examples/{task}/{name}/complete",
         priority=model.priority + _wait(task),
-        cost=5 + sum(_seconds_to_draw({phase.train_length: phase.examples}) for phase in recipe.phases()),
+        cost=5
+        + sum(_seconds_to_draw({phase.train_length: phase.examples}) for phase in recipe.phases()),
     )
 
 
@@ -177,7 +187,9 @@ def _model_stages(model: TrainedModel, sizes: Preset) -> Iterator[Stage]:
     if model.start == model.name:
         tables = tuple(dict.fromkeys([*model.tables, "perplexity"]))
         yield _weights_stage(model, sizes, estimate)
-        yield _stage("perplexity", model, after=(start,), tables=tables, priority=model.priority, cost=40)
+        yield _stage(
+            "perplexity", model, after=(start,), tables=tables, priority=model.priority, cost=40
+        )
     for task in model.tasks:
         yield _finetune_stage(model, sizes, task, estimate, start)
         yield _evaluate_stage(model, sizes, task, estimate)
@@ -206,7 +218,9 @@ def _weights_stage(model: TrainedModel, sizes: Preset, estimate: "_Estimate") ->
     )
 
 
-def _finetune_stage(model: TrainedModel, sizes: Preset, task: str, estimate: "_Estimate", start: str) -> Stage:
+def _finetune_stage(
+    model: TrainedModel, sizes: Preset, task: str, estimate: "_Estimate", start: str
+) -> Stage:
     recipe = finetune_recipe(sizes, model, task)
     probe_steps = sizes.probe_steps.get(task)
     tables = _tables(model, task)
@@ -255,7 +269,9 @@ def _inspection_stage(
     estimate = _Estimate(pretrain_recipe(sizes, model), sizes.tokenizer)
     if isinstance(inspection, FurtherTest):
         after += [f"draw_tests-{task}-{condition}" for condition in inspection.counts]
-        seconds = len(inspection.train_lengths) * sum(map(estimate.seconds_to_test, inspection.counts.values()))
+        seconds = len(inspection.train_lengths) * sum(
+            map(estimate.seconds_to_test, inspection.counts.values())
+        )
     elif isinstance(inspection, Ablation):
         passes = len(inspection.interventions) * len(lengths_tested(sizes, model, task))
         seconds = passes * estimate.seconds_to_test(inspection.counts)
@@ -277,7 +293,9 @@ def _inspection_stage(
 
 
 def _look_stage(models: list[TrainedModel], task: str, sizes: Preset) -> Stage:
-    trained = {model.name: finetune_recipe(sizes, model, task).task.train_lengths[-1] for model in models}
+    trained = {
+        model.name: finetune_recipe(sizes, model, task).task.train_lengths[-1] for model in models
+    }
     return _stage(
         "look",
         task=task,
@@ -306,7 +324,9 @@ def _stage(
     parts = {"model": model, "task": task, "condition": condition}
     subject = {key: part for key, part in parts.items() if part is not None}
     words = [part.name if isinstance(part, TrainedModel) else part for part in subject.values()]
-    return Stage(name="-".join([kind, *words]), kind=kind, method=method or kind, subject=subject, **fields)
+    return Stage(
+        name="-".join([kind, *words]), kind=kind, method=method or kind, subject=subject, **fields
+    )
 
 
 _DRAWN = 1.5e6  # tokens of examples drawn per second
@@ -332,10 +352,14 @@ class _Estimate:
         sizes = recipe.model
         trained = tokenizer.removeprefix("train:")
         vocabulary = int(trained) if trained.isdigit() else 50_304  # GPT-2's, padded
-        attentions = 2 if sizes.second_attention == "causal" else 1  # meta-attention reads one position in ten
+        attentions = (
+            2 if sizes.second_attention == "causal" else 1
+        )  # meta-attention reads one position in ten
         self.blocks = sizes.num_hidden_layers * (8 + 4 * attentions) * sizes.hidden_size**2
         self.output_layer = vocabulary * sizes.hidden_size
-        self.attention = attentions * sizes.num_hidden_layers * sizes.hidden_size  # for each key before a token
+        self.attention = (
+            attentions * sizes.num_hidden_layers * sizes.hidden_size
+        )  # for each key before a token
         self.rate = self.GPU if recipe.training.bf16 else self.CORE
 
     def seconds_to_pretrain(self, tokens: int) -> float:

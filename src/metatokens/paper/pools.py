@@ -64,7 +64,9 @@ class Pool(ABC):
         return iter(())
 
 
-def open_pool(runner: Runner, executor: Executor, workers: int | None, job: Mapping[str, Any]) -> Pool:
+def open_pool(
+    runner: Runner, executor: Executor, workers: int | None, job: Mapping[str, Any]
+) -> Pool:
     """The workers for an executor: `processes`, `slurm`, or `local`, which runs the jobs of `slurm` on this machine.
 
     Args:
@@ -79,9 +81,13 @@ def open_pool(runner: Runner, executor: Executor, workers: int | None, job: Mapp
     """
     if executor == "processes":
         if job:
-            raise UserError("--job gives settings of a cluster's jobs, so it needs --executor slurm.")
+            raise UserError(
+                "--job gives settings of a cluster's jobs, so it needs --executor slurm."
+            )
         return ProcessPool(runner, workers or len(gpus()) or available_cores())
-    return JobPool(runner, executor, workers or (64 if executor == "slurm" else available_cores()), job)
+    return JobPool(
+        runner, executor, workers or (64 if executor == "slurm" else available_cores()), job
+    )
 
 
 def job_settings(settings: Iterable[str]) -> dict[str, Any]:
@@ -158,7 +164,9 @@ class JobPool(Pool):
         try:
             import submitit
         except ImportError as error:
-            raise UserError("--executor slurm needs submitit: pip install 'metatokens[slurm]'.") from error
+            raise UserError(
+                "--executor slurm needs submitit: pip install 'metatokens[slurm]'."
+            ) from error
         self.runner, self.size = runner, size
         private = Path.home() / ".cache" / "metatokens" / "jobs"
         private.mkdir(parents=True, exist_ok=True)
@@ -169,7 +177,9 @@ class JobPool(Pool):
             self._executor.update_parameters(name="metatokens", **{"timeout_min": 120, **settings})
         except (NameError, RuntimeError, ValueError, TypeError) as error:
             rmtree(self._folder)
-            raise UserError(f"submitit refuses these jobs: {' '.join(str(error).split())}") from error
+            raise UserError(
+                f"submitit refuses these jobs: {' '.join(str(error).split())}"
+            ) from error
         self._running: dict[str, tuple[Any, Stage, int]] = {}
         self._keeps_logs = False
 

@@ -48,7 +48,9 @@ def preset(name: str) -> Preset:
 
 
 def _read() -> dict[str, Preset]:
-    blocks = yaml.safe_load(files("metatokens.paper").joinpath("presets.yaml").read_text(encoding="utf-8"))
+    blocks = yaml.safe_load(
+        files("metatokens.paper").joinpath("presets.yaml").read_text(encoding="utf-8")
+    )
     del blocks["lists"], blocks["smallest"]
     return {name: _preset(block) for name, block in blocks.items()}
 

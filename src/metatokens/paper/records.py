@@ -39,7 +39,9 @@ class CurvePoint(Record):
     @model_validator(mode="after")
     def _has_a_figure(self) -> "CurvePoint":
         if self.loss is None and (self.exact_match is None or self.text_tokens is None):
-            raise ValueError("a point of a curve has a loss, or an exact_match after so many text_tokens")
+            raise ValueError(
+                "a point of a curve has a loss, or an exact_match after so many text_tokens"
+            )
         return self
 
 
@@ -118,11 +120,15 @@ class Timing(Measured):
     limit: float  # the ratio of the operations that the two functions need
     ratio_per_text_token: float
     limit_per_text_token: float
-    over_products: float  # seconds, relative to those of the matrix products that the contestant needs
+    over_products: (
+        float  # seconds, relative to those of the matrix products that the contestant needs
+    )
     flops: int | None = None  # operations that the function needs; null in decoding
-    counted_flops: int | None = None  # as PyTorch counts them, with the masked half of causal attention
+    # As PyTorch counts them, with the masked half of causal attention.
+    counted_flops: int | None = None
     reads: int | None = None  # bytes that decoding must read
-    memory: int | None = None  # peak bytes in use during a unit of work, less those in use before it
+    # Peak bytes in use during a unit of work, less those in use before it.
+    memory: int | None = None
     dtype: str
     threads: int
     device: str

@@ -141,7 +141,9 @@ def verdict(measured: Effect, kind: Kind, smallest: float) -> Verdict:
     return "inconclusive"
 
 
-def verdict_everywhere(strata: Sequence[Stratum], kind: Kind, smallest: float, *, is_complete: bool) -> Verdict:
+def verdict_everywhere(
+    strata: Sequence[Stratum], kind: Kind, smallest: float, *, is_complete: bool
+) -> Verdict:
     """The verdict on a claim about all cases, each a stratum; see `boundaries` for the arguments.
 
     It is supported if all strata were run (`is_complete`) and the interval of each supports it, which needs no
@@ -160,7 +162,11 @@ def verdict_everywhere(strata: Sequence[Stratum], kind: Kind, smallest: float, *
 def p_value(measured: Effect, kind: Kind, smallest: float) -> float:
     """The p-value of the verdict: the largest over the boundaries that the interval excludes; 1 if there is none."""
     supports, contradicts = boundaries(kind, smallest)
-    excluded_by = {"supported": [supports], "contradicted": [contradicts], "equivalent": [-smallest, smallest]}
+    excluded_by = {
+        "supported": [supports],
+        "contradicted": [contradicts],
+        "equivalent": [-smallest, smallest],
+    }
     excluded = excluded_by.get(verdict(measured, kind, smallest), [])
     return max(map(measured.p, excluded), default=1.0)
 

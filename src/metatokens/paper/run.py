@@ -74,7 +74,9 @@ def reproduce(
         left = _stages_left(log, plan)
         provenance = out / "run.json"
         if left or not provenance.exists():
-            provenance.unlink(missing_ok=True)  # so that the next try writes it if this one does not
+            provenance.unlink(
+                missing_ok=True
+            )  # so that the next try writes it if this one does not
             created, began = now(), time.monotonic()
             is_first = not log.entries
             try:
@@ -83,7 +85,9 @@ def reproduce(
                 # The wall time is unknown if the run was cut off before.
                 is_whole = is_first and len(left) == len(log.entries)
                 seconds = round(time.monotonic() - began, 1) if is_whole else None
-                _write_provenance(log, name, sizes, workers=pool.size, created=created, wall_seconds=seconds)
+                _write_provenance(
+                    log, name, sizes, workers=pool.size, created=created, wall_seconds=seconds
+                )
         log.pack()
 
 
@@ -111,7 +115,9 @@ def _stages_left(log: RunLog, plan: list[Stage]) -> list[Stage]:
     return left[::-1]
 
 
-def _carry_out(log: RunLog, plan: list[Stage], left: list[Stage], pool: Pool, task_done: Callable[[], None]) -> None:
+def _carry_out(
+    log: RunLog, plan: list[Stage], left: list[Stage], pool: Pool, task_done: Callable[[], None]
+) -> None:
     """Carry out the stages that are left, each once those that it needs are done."""
     by_name = {stage.name: stage for stage in left}
     order = _order(by_name)
@@ -125,7 +131,9 @@ def _carry_out(log: RunLog, plan: list[Stage], left: list[Stage], pool: Pool, ta
         while order.is_active():
             ready += [by_name[name] for name in order.get_ready()]
             ready.sort(key=lambda stage: (-stage.priority, stage.cost))
-            while ready and len(running) < pool.size:  # the longest first, so that they do not run alone at the end
+            while (
+                ready and len(running) < pool.size
+            ):  # the longest first, so that they do not run alone at the end
                 stage = ready.pop()
                 pool.submit(stage)
                 running.add(stage.name)

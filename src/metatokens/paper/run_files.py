@@ -7,7 +7,15 @@ from pathlib import Path
 
 from metatokens.errors import UserError
 from metatokens.paper.records import LOOKS, CurvePoint, RunInfo, Timing, lines_file
-from metatokens.records import AnyRecord, ExampleRecord, Measurement, Result, read_lines, read_record, read_text
+from metatokens.records import (
+    AnyRecord,
+    ExampleRecord,
+    Measurement,
+    Result,
+    read_lines,
+    read_record,
+    read_text,
+)
 
 
 @dataclass
@@ -38,7 +46,9 @@ def read_runs(paths: Sequence[Path]) -> RunLines:
     for path in paths:
         file = lines_file(path, "results") if path.is_dir() else path
         if path != file and not file.is_file():
-            raise UserError(f"the folder {path} holds no results.jsonl; give a run folder or a file of result lines.")
+            raise UserError(
+                f"the folder {path} holds no results.jsonl; give a run folder or a file of result lines."
+            )
         if _is_of_benchmark(file):
             lines.timings += read_lines(file, Timing)
             continue
@@ -47,10 +57,14 @@ def read_runs(paths: Sequence[Path]) -> RunLines:
             lines.measurements += _read_if_there(lines_file(path, "analysis"), Measurement)
             lines.points += _read_if_there(lines_file(path, "curves"), CurvePoint)
             lines.examples += _read_if_there(lines_file(path, "examples"), ExampleRecord)
-            lines.runs += [read_record(path / "run.json", RunInfo)] if (path / "run.json").exists() else []
+            lines.runs += (
+                [read_record(path / "run.json", RunInfo)] if (path / "run.json").exists() else []
+            )
             lines.looks |= {page.stem: page for page in sorted((path / LOOKS).glob("*.html"))}
     if not lines.results:
-        raise UserError(f"there is no result in {', '.join(map(str, paths)) or 'an empty list of files'}.")
+        raise UserError(
+            f"there is no result in {', '.join(map(str, paths)) or 'an empty list of files'}."
+        )
     return lines
 
 

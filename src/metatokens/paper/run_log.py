@@ -75,7 +75,9 @@ class RunLog:
         for kind, file in FILES.items():
             counted = sum(entry.lines.get(kind, 0) for entry in self.entries.values())
             if len(_whole_lines(self.out / file)) < counted:
-                raise UserError(f"{self.out / file} has fewer lines than {LOG} counts, so they are of different runs.")
+                raise UserError(
+                    f"{self.out / file} has fewer lines than {LOG} counts, so they are of different runs."
+                )
             _cut(self.out / file, counted)
 
     def check(self, plan: Iterable[Stage]) -> None:
@@ -84,7 +86,9 @@ class RunLog:
             if stage.name not in self.entries:
                 continue
             recorded = {**self.entries[stage.name].settings}
-            if recorded.get("noise_seeds") == 1:  # an option of older versions; all stages are so now
+            if (
+                recorded.get("noise_seeds") == 1
+            ):  # an option of older versions; all stages are so now
                 del recorded["noise_seeds"]
             settings = json.loads(json.dumps(stage.settings))
             for key, before, after in differences(recorded, settings):
@@ -138,7 +142,9 @@ def _packed(plain: Path) -> Path:
 def _unpack(plain: Path) -> None:
     packed = _packed(plain)
     if packed.exists():
-        if not plain.exists():  # both exist, with the same lines, if a process was killed before it removed one
+        if (
+            not plain.exists()
+        ):  # both exist, with the same lines, if a process was killed before it removed one
             write_whole(plain, read_text(packed).encode())
         packed.unlink()
 

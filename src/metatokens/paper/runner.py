@@ -112,13 +112,17 @@ class Runner:
                 file.write(ExampleRecord.model_validate(example.to_record()).line() + "\n")
         return Outcome()
 
-    def draw_tests(self, progress: Progress, *, task: str, condition: str, counts: Counts) -> Outcome:
+    def draw_tests(
+        self, progress: Progress, *, task: str, condition: str, counts: Counts
+    ) -> Outcome:
         """Write a task's encoded test examples in a condition, and measure what shortcuts score on them."""
         tests = {length: self._draw(task, condition, length, n) for length, n in counts.items()}
         for length, examples in tests.items():
             ExampleStore.write(self._test_file(task, condition, length), examples)
         (self.out / "examples" / task / f"tests-{condition}").touch()
-        rates = shortcut_rates(task, condition, tests, self._tokenizer(), self._documents(task), recipe=self.name)
+        rates = shortcut_rates(
+            task, condition, tests, self._tokenizer(), self._documents(task), recipe=self.name
+        )
         return Outcome(results=rates)
 
     def draw_examples(self, progress: Progress, *, task: str, recipe: FinetuneRecipe) -> Outcome:
@@ -130,7 +134,9 @@ class Runner:
         (folder / "complete").touch()
         return Outcome()
 
-    def pretrain(self, progress: Progress, *, model: TrainedModel, recipe: PretrainRecipe) -> Outcome:
+    def pretrain(
+        self, progress: Progress, *, model: TrainedModel, recipe: PretrainRecipe
+    ) -> Outcome:
         """Pretrain a model."""
         pretrain(self._with_tokens(recipe), self.out / model.weights, progress=progress)
         return self._pretrained(model)
@@ -140,13 +146,17 @@ class Runner:
         source = fetch_model(Path(published))
         tokenizer = load_tokenizer(str(source))
         if tokenizer.get_vocab() != self._tokenizer().get_vocab():
-            raise UserError(f"{published} and the token store {self.out / 'tokens'} have different vocabularies.")
+            raise UserError(
+                f"{published} and the token store {self.out / 'tokens'} have different vocabularies."
+            )
         folder = self.out / model.weights
         folder.mkdir(parents=True, exist_ok=True)
         save_model(add_meta_attention(load_base(source), tokenizer, layers=[]), tokenizer, folder)
         return Outcome(facts={"parameters": _parameters(folder)})
 
-    def extend(self, progress: Progress, *, model: TrainedModel, recipe: PretrainRecipe, factor: float) -> Outcome:
+    def extend(
+        self, progress: Progress, *, model: TrainedModel, recipe: PretrainRecipe, factor: float
+    ) -> Outcome:
         """Extend the context of another pretrained model, and pretrain it further."""
         assert model.pretrained_as is not None
         extend(
@@ -236,7 +246,9 @@ class Runner:
             alone = LandmarksAlone(tuned, self._tokenizer()) if question_sees else None
             for condition, counts_by_length in counts.items():
                 tests = self._tests(task, condition, up_to(longest, counts_by_length))
-                measured = evaluate(tuned, tests, subject.model_copy(update={"condition": condition}), alone=alone)
+                measured = evaluate(
+                    tuned, tests, subject.model_copy(update={"condition": condition}), alone=alone
+                )
                 results += [self._with_answer(result, tuned, tests, alone) for result in measured]
         return Outcome(results=results)
 
@@ -287,15 +299,22 @@ class Runner:
         else:
             for name in interventions:
                 change = None if name is None else Intervention.parse(name)
-                measurements += rate_distortion(tuned, examples, subject, fits=3, intervention=change, held_out=n // 5)
+                measurements += rate_distortion(
+                    tuned, examples, subject, fits=3, intervention=change, held_out=n // 5
+                )
         # Only the changes that sharpness measures keep their quantiles; no table or figure reads them.
         return Outcome(
-            measurements=[measurement.model_copy(update={"quantiles": None}) for measurement in measurements]
+            measurements=[
+                measurement.model_copy(update={"quantiles": None}) for measurement in measurements
+            ]
         )
 
     def look(self, progress: Progress, *, task: str, trained: Mapping[str, int]) -> Outcome:
         """Write a page of the models' attention in the example that `describe_tasks` wrote."""
-        examples = {example.task: example for example in read_lines(self.out / "examples.jsonl", ExampleRecord)}
+        examples = {
+            example.task: example
+            for example in read_lines(self.out / "examples.jsonl", ExampleRecord)
+        }
         example = examples[task]
         looks = []
         for name, length in trained.items():
@@ -323,7 +342,9 @@ class Runner:
     def _draw(self, task: str, condition: str, length: int, n: int) -> Any:
         """Test examples of one length."""
         documents = self._documents(task)
-        return draw_test_examples(task, length, n, self._tokenizer(), condition=condition, documents=documents)
+        return draw_test_examples(
+            task, length, n, self._tokenizer(), condition=condition, documents=documents
+        )
 
     def _test_file(self, task: str, condition: str, length: int) -> Path:
         return self.out / "examples" / task / f"test-{condition}-{length}.arrow"
@@ -344,7 +365,9 @@ class Runner:
         facts = {"parameters": _parameters(folder), WEIGHTS: weights_sha256(folder)}
         return Outcome(curves=list(_curve(folder, model.subject(self.name))), facts=facts)
 
-    def _tuned(self, model: TrainedModel, task: str, train_length: int) -> tuple[PreTrainedModel, About]:
+    def _tuned(
+        self, model: TrainedModel, task: str, train_length: int
+    ) -> tuple[PreTrainedModel, About]:
         """A fine-tuned model, and the fields of its results in the condition `paper`."""
         subject = model.subject(
             self.name,
@@ -370,7 +393,9 @@ class Runner:
         text = answer(model, tests[shortest][0], self._tokenizer(), alone)
         return result.model_copy(update={"answer": text})
 
-    def _probing(self, task: str, recipe: FinetuneRecipe, steps: int) -> Callable[[Any, Phase], Probe | None]:
+    def _probing(
+        self, task: str, recipe: FinetuneRecipe, steps: int
+    ) -> Callable[[Any, Phase], Probe | None]:
         """The accuracy on some test prompts, measured while a model is trained up to its first train length."""
         first = recipe.task.train_lengths[0]
         tests = ExampleStore(self._test_file(task, recipe.task.condition, first))[:PROBED]
@@ -394,7 +419,9 @@ class Runner:
         for phase in recipe.phases():
             if phase.train_length != recipe.task.train_lengths[0]:
                 steps, seen = 0, 0.0
-            tokens = phase.settings.batch * self._text_tokens(self._examples(task, recipe) / phase.file)
+            tokens = phase.settings.batch * self._text_tokens(
+                self._examples(task, recipe) / phase.file
+            )
             subject = model.subject(self.name, task=task, train_length=phase.train_length)
             yield from _curve(folder / phase.name, subject, tokens, steps, seen)
             steps_of_phase = _logged(folder / phase.name)[-1]["step"]
@@ -404,7 +431,9 @@ class Runner:
     def _text_tokens(self, file: Path) -> float:
         """The mean number of text tokens of an example."""
         marker = meta_token_id(self._tokenizer())
-        numbers = [int((np.asarray(example.input_ids) != marker).sum()) for example in ExampleStore(file)]
+        numbers = [
+            int((np.asarray(example.input_ids) != marker).sum()) for example in ExampleStore(file)
+        ]
         return sum(numbers) / len(numbers)
 
 
@@ -425,7 +454,10 @@ def _curve(
 
 
 def _logged(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "curve.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / "curve.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def _parameters(folder: Path) -> int:

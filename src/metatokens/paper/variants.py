@@ -47,7 +47,8 @@ MODELS = {
 }
 
 _STRICT = ConfigDict(extra="forbid")
-_UNMEASURED = "training.eval_steps=0"  # no held-out loss in pretraining: perplexity is measured at its end
+# No held-out loss in pretraining: perplexity is measured at its end.
+_UNMEASURED = "training.eval_steps=0"
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -65,12 +66,14 @@ class TrainedModel:
     rate: float = 1.0  # times the learning rates of its tasks' recipes
     pretrained_as: str | None = None  # the name of a model whose pretrained weights it starts from
     published: str | None = None  # a published model that it starts from, a folder or `hf:NAME`
-    extension: float | None = None  # the factor by which YaRN lengthens the context before fine-tuning
+    # The factor by which YaRN lengthens the context before fine-tuning.
+    extension: float | None = None
     tasks: tuple[str, ...] = TASKS
     tested: tuple[int, ...] | None = None  # train lengths whose models are tested; default: all
     longer_tests: Counts = field(default_factory=dict, hash=False)  # in addition to the preset's
     tests: CountsByCondition | None = field(default=None, hash=False)  # in place of the preset's
-    priority: int = 1  # lower priorities run first; within one, list recall runs before the other tasks
+    # Lower priorities run first; within one, list recall runs before the other tasks.
+    priority: int = 1
 
     @property
     def name(self) -> str:
@@ -134,7 +137,11 @@ class Inspection:
     def options(self) -> dict[str, Any]:
         """The options of its stages."""
         shared = {field.name for field in fields(Inspection)}
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in shared}
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in shared
+        }
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -198,14 +205,23 @@ class Preset:
     pretrain_overrides: tuple[str, ...] = ()
     finetune_overrides: tuple[str, ...] = ()
     test_counts: Counts
-    longest_tests: dict[str, int] = field(default_factory=dict)  # the longest bin of tasks with no longer prompts
-    test_ratio: int | None = None  # the longest bin tested, in train lengths; None: the longest of all
+    longest_tests: dict[str, int] = field(
+        default_factory=dict
+    )  # the longest bin of tasks with no longer prompts
+    # The longest bin tested, in train lengths; None: the longest of all.
+    test_ratio: int | None = None
     models: tuple[TrainedModel, ...]
-    extra_conditions: dict[str, tuple[str, ...]] = field(default_factory=dict)  # for models with rope, by task
+    extra_conditions: dict[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # for models with rope, by task
     extra_condition_limit: int = 1024  # the longest bin tested in an extra condition
-    probe_steps: dict[str, int] = field(default_factory=dict)  # steps between two points of a learning curve
+    probe_steps: dict[str, int] = field(
+        default_factory=dict
+    )  # steps between two points of a learning curve
     inspections: tuple[FurtherTest | Ablation | Analysis, ...] = ()
-    looked_into: tuple[str, ...] = ()  # models that a page shows side by side on an example of each task
+    looked_into: tuple[
+        str, ...
+    ] = ()  # models that a page shows side by side on an example of each task
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -235,7 +251,9 @@ def pretrain_recipe(sizes: Preset, model: TrainedModel) -> PretrainRecipe:
 def extend_recipe(sizes: Preset, model: TrainedModel, pretrained: PretrainRecipe) -> PretrainRecipe:
     """The recipe for pretraining a model further on longer blocks."""
     assert model.extension is not None
-    recipe = load_recipe(PretrainRecipe, sizes.extend_recipe, [_UNMEASURED, f"training.seed={model.seed}"])
+    recipe = load_recipe(
+        PretrainRecipe, sizes.extend_recipe, [_UNMEASURED, f"training.seed={model.seed}"]
+    )
     longer = with_data(pretrained, block_size=round(model.extension * pretrained.data.block_size))
     return recipe.model_copy(update={"data": longer.data, "model": longer.model})
 
@@ -270,7 +288,9 @@ def counts_of(sizes: Preset, model: TrainedModel, task: str) -> CountsByConditio
     """The number of a model's test prompts on a task, by condition and length."""
     if model.tests is not None:
         return model.tests
-    at_every_length = up_to(sizes.longest_tests.get(task, math.inf), sizes.test_counts | model.longer_tests)
+    at_every_length = up_to(
+        sizes.longest_tests.get(task, math.inf), sizes.test_counts | model.longer_tests
+    )
     counts = {"paper": at_every_length}
     if model.position_embedding == "rope":
         for condition in sizes.extra_conditions.get(task, ()):

@@ -14,7 +14,12 @@ _TEMPLATE = Path(__file__).parent / "card.md.j2"
 
 
 def model_card(
-    model: Any, name: str, *, trained: str = "", results: Sequence[Result] = (), licence: str | None = None
+    model: Any,
+    name: str,
+    *,
+    trained: str = "",
+    results: Sequence[Result] = (),
+    licence: str | None = None,
 ) -> ModelCard:
     """A card that describes a retrofitted model, its training and its results, for the repository `name`."""
     settings = MetaSettings(**model.config.meta_attention)
@@ -48,7 +53,9 @@ def _licence_of(base: str) -> str | None:
     """The licence in a base's own card, in its folder or on the Hub."""
     readme = Path(base) / "README.md"
     try:
-        return ModelCard.load(readme if readme.is_file() else base, ignore_metadata_errors=True).data.license
+        return ModelCard.load(
+            readme if readme.is_file() else base, ignore_metadata_errors=True
+        ).data.license
     except (OSError, ValueError, HfHubHTTPError):  # no card, no such repository, or no network
         return None
 

@@ -35,7 +35,13 @@ from metatokens.model.vocabulary import MetaVocabulary
 from metatokens.model.wrappers import takes_wrapped
 from metatokens.records import Result
 from metatokens.retrofit.card import model_card
-from metatokens.retrofit.hooks import add_at_site, begin_pass, bind_inputs, mask_logits, note_tokens_read
+from metatokens.retrofit.hooks import (
+    add_at_site,
+    begin_pass,
+    bind_inputs,
+    mask_logits,
+    note_tokens_read,
+)
 from metatokens.retrofit.layers import (
     MetaBlock,
     MetaDecoder,
@@ -62,7 +68,9 @@ def _setting(name: str, default: int | None = None) -> Any:
         return getattr(config, "meta_attention", {}).get(name, default)
 
     def write(config: Any, value: Any) -> None:
-        raise UserError(f"{name} cannot be set in a configuration: set_text_window(model, ...) also checks the model.")
+        raise UserError(
+            f"{name} cannot be set in a configuration: set_text_window(model, ...) also checks the model."
+        )
 
     return property(read, write)
 
@@ -86,7 +94,8 @@ class MetaConfig(PreTrainedConfig):
         fields = json.loads(super().to_json_string(*args, **kwargs))
         base = Path(fields["meta_attention"]["base"])
         if base.is_absolute():
-            fields["meta_attention"]["base"] = f"../{base.name}"  # does not show where it was on this machine
+            # Does not show where it was on this machine.
+            fields["meta_attention"]["base"] = f"../{base.name}"
         architectures = fields.get("architectures") or ()
         fields |= {
             "model_type": MODEL_TYPE,
@@ -114,7 +123,11 @@ class MetaTokensConfig(PreTrainedConfig):
         Raises:
             UserError: if it names no language model of transformers, or the folder holds a delta.
         """
-        fields = {key: value for key, value in config_dict.items() if key not in ("model_type", "auto_map")}
+        fields = {
+            key: value
+            for key, value in config_dict.items()
+            if key not in ("model_type", "auto_map")
+        }
         if not fields:
             raise UserError(
                 "this folder holds what was added to a base, and not the base: metatokens.load_meta puts it into one."
@@ -123,7 +136,9 @@ class MetaTokensConfig(PreTrainedConfig):
         architectures = fields.get("architectures") or [""]
         name = architectures[0].removeprefix(PREFIX)
         model = getattr(transformers, name, None)
-        if base not in CONFIG_MAPPING or not (isinstance(model, type) and issubclass(model, PreTrainedModel)):
+        if base not in CONFIG_MAPPING or not (
+            isinstance(model, type) and issubclass(model, PreTrainedModel)
+        ):
             raise UserError(
                 f"a retrofitted {base} with architectures {fields.get('architectures')} is none that metatokens "
                 "supports."
@@ -186,15 +201,22 @@ class MetaModel(MetaBody, MetaTokenGenerationMixin):
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
         """Run the base's forward, with meta-tokens among the labels ignored, in `shift_labels` too."""
         if len(args) > 1:
-            kwargs = bind_inputs(self, args, kwargs if labels is None else kwargs | {"labels": labels})
+            kwargs = bind_inputs(
+                self, args, kwargs if labels is None else kwargs | {"labels": labels}
+            )
             args, labels = (), kwargs.pop("labels", None)
         kwargs = with_cache_renamed(kwargs)
         if not torch.compiler.is_compiling():  # an adapter may have replaced the head
             connect_head(self)
             reads_positions = "position_ids" in signature(decoder_of(self)[0].forward).parameters
             mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-            if not reads_positions and packed_sequences(mask, positions, None, None, at_jumps=True) is not None:
-                raise UserError("this base ignores position_ids, and so packed sequences; give each its own row.")
+            if (
+                not reads_positions
+                and packed_sequences(mask, positions, None, None, at_jumps=True) is not None
+            ):
+                raise UserError(
+                    "this base ignores position_ids, and so packed sequences; give each its own row."
+                )
         if labels is not None:
             labels, kwargs = without_meta_tokens(labels, self.config.meta_token_id, kwargs)
         return super().forward(*args, labels=labels, **kwargs)
@@ -218,12 +240,16 @@ class MetaModel(MetaBody, MetaTokenGenerationMixin):
             licence: the Hub's identifier of the licence; by default that of the base's card, if it can be read.
             **kwargs: as in transformers.
         """
-        self._card = str(model_card(self, repo_id, trained=trained, results=results, licence=licence))
+        self._card = str(
+            model_card(self, repo_id, trained=trained, results=results, licence=licence)
+        )
         return super().push_to_hub(repo_id, *args, **kwargs)
 
     def _upload_modified_files(self, working_dir: str | PathLike, *args: Any, **kwargs: Any) -> Any:
         readme = Path(working_dir) / "README.md"
-        if "has been automatically generated" in readme.read_text(encoding="utf-8"):  # by transformers, just now
+        if "has been automatically generated" in readme.read_text(
+            encoding="utf-8"
+        ):  # by transformers, just now
             readme.write_text(self._card, encoding="utf-8")
         return super()._upload_modified_files(working_dir, *args, **kwargs)
 
@@ -234,7 +260,9 @@ class NoClass:
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """Refuse."""
-        raise UserError("this Auto class has no class with meta-attention for the model; load it as a language model.")
+        raise UserError(
+            "this Auto class has no class with meta-attention for the model; load it as a language model."
+        )
 
     _from_config = from_pretrained
 
@@ -258,15 +286,21 @@ def _config_of(config: Any) -> Any:
     """
     meta_config = class_with(MetaConfig, config)
     meta_config.made_by = (_config_of, config)
-    auto_classes = [auto for name, auto in vars(modeling_auto).items() if name.startswith("AutoModel")]
+    auto_classes = [
+        auto for name, auto in vars(modeling_auto).items() if name.startswith("AutoModel")
+    ]
     for auto in auto_classes:
         models = auto._model_mapping.get(config, None)
         if models is None:
             continue
         model = models[0] if isinstance(models, tuple) else models
         # Some take only the text part of a configuration, and some run an encoder too.
-        is_wrong = model.config_class is config.sub_configs.get("text_config") or config.is_encoder_decoder
-        auto.register(meta_config, NoClass if is_wrong else _class_of(model, meta_config), exist_ok=True)
+        is_wrong = (
+            model.config_class is config.sub_configs.get("text_config") or config.is_encoder_decoder
+        )
+        auto.register(
+            meta_config, NoClass if is_wrong else _class_of(model, meta_config), exist_ok=True
+        )
     return meta_config
 
 
@@ -300,12 +334,18 @@ def freeze_base(model: nn.Module, *, trained: bool = False) -> None:
     """
     added = added_parameters(model)
     if not added:
-        raise UserError(f"this {type(model).__name__} is no retrofitted model: call add_meta_attention first.")
+        raise UserError(
+            f"this {type(model).__name__} is no retrofitted model: call add_meta_attention first."
+        )
     for parameter in model.parameters():
         parameter.requires_grad_(trained and parameter.is_floating_point())
     for parameter in added.values():
         parameter.requires_grad_(True)
-    if isinstance(model, PreTrainedModel) and not model.can_generate() and model.base_model is not model:
+    if (
+        isinstance(model, PreTrainedModel)
+        and not model.can_generate()
+        and model.base_model is not model
+    ):
         new_heads = [part for part in model.children() if part is not model.base_model]
         nn.ModuleList(new_heads).requires_grad_(True)
 
@@ -322,10 +362,14 @@ def install(model: Any) -> None:
     config.position_embedding = position_embedding_of(model)
     connect_head(model)
     # Keeps these layers from being quantised when a model is loaded.
-    model._keep_in_fp32_modules |= {f"meta_attention.attention.{name}" for name in ("qkv_proj", "out_proj")}
+    model._keep_in_fp32_modules |= {
+        f"meta_attention.attention.{name}" for name in ("qkv_proj", "out_proj")
+    }
     decoder.meta_config = config
     set_full_layers(blocks, settings.text_full_layers or ())
-    if hasattr(decoder, "meta_settings"):  # installed already: the decoder was made by `AutoModel.from_config`
+    if hasattr(
+        decoder, "meta_settings"
+    ):  # installed already: the decoder was made by `AutoModel.from_config`
         return
     decoder.meta_settings, decoder.meta_has_trained = settings, False
     decoder.meta_depth = getattr(decoder.config, "num_hidden_layers", None)
@@ -336,8 +380,13 @@ def install(model: Any) -> None:
     # Half precision would round small training steps away. PEFT's adapters are in float32 for the same reason.
     dtype = torch.promote_types(table.weight.dtype, torch.float32)
     _add_mixin(table, MetaEmbeddingTable)
-    table.meta_token, table.meta_token_id = MetaTokenEmbedding(table.weight.shape[1]).to(dtype), config.meta_token_id
-    for further, (index, site) in enumerate(zip(settings.layers, settings.injection_points, strict=True)):
+    table.meta_token, table.meta_token_id = (
+        MetaTokenEmbedding(table.weight.shape[1]).to(dtype),
+        config.meta_token_id,
+    )
+    for further, (index, site) in enumerate(
+        zip(settings.layers, settings.injection_points, strict=True)
+    ):
         block = blocks[index]
         _add_mixin(block, MetaBlock)
         block.meta_attention = MetaModule(settings, index, len(blocks) + further).to(dtype)
@@ -352,7 +401,10 @@ def connect_head(model: Any) -> None:
     head = model.get_output_embeddings()
     if "meta_token_id" not in vars(head):  # not hasattr: PEFT's wrappers forward attributes
         head.register_forward_hook(mask_logits)
-    head.meta_token_id, head.used_rows = model.config.meta_token_id, model.config.unpadded_vocab_size
+    head.meta_token_id, head.used_rows = (
+        model.config.meta_token_id,
+        model.config.unpadded_vocab_size,
+    )
 
 
 def settle_adapters(model: Any, adapters: dict[str, Any]) -> None:
@@ -380,7 +432,9 @@ def settle_adapters(model: Any, adapters: dict[str, Any]) -> None:
     del wrapper._modules["meta_token"]
     for name, table in wrapper.modules_to_save.items():
         table.meta_token.requires_grad_(table.weight.requires_grad)
-        adapters[name].modules_to_save = [part for part in adapters[name].modules_to_save if part != "meta_token"]
+        adapters[name].modules_to_save = [
+            part for part in adapters[name].modules_to_save if part != "meta_token"
+        ]
     check_table(wrapper)
 
 

@@ -101,7 +101,9 @@ def _masks_of_blocks(decoder: Any, sight: Visibility) -> tuple[Any, ...]:
     return tuple(rule.mask(decoder.config, decoder.dtype) for rule in rules if rule is not None)
 
 
-def _inputs_of_base(sight: Visibility, masks: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _inputs_of_base(
+    sight: Visibility, masks: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """What the base is given in place of its inputs."""
     inputs: dict[str, Any] = {}
     if sight.sequences is not None:
@@ -109,13 +111,19 @@ def _inputs_of_base(sight: Visibility, masks: tuple[Any, ...], kwargs: dict[str,
         inputs["use_cache"] = False
     if masks:
         inputs |= {"attention_mask": masks[0], CACHE: sight.cache}
-        if kwargs.get("position_ids") is None:  # multimodal models have several axes of positions, which stay
+        if (
+            kwargs.get("position_ids") is None
+        ):  # multimodal models have several axes of positions, which stay
             inputs["position_ids"] = sight.positions
     return inputs
 
 
 def _see(
-    decoder: Any, is_meta: Tensor, kwargs: dict[str, Any], cache: Cache | None, form: MetaAttentionForm
+    decoder: Any,
+    is_meta: Tensor,
+    kwargs: dict[str, Any],
+    cache: Cache | None,
+    form: MetaAttentionForm,
 ) -> Visibility:
     """What the tokens of this pass see, by the inputs that the decoder was given."""
     engine = engine_of(kwargs)
@@ -124,11 +132,19 @@ def _see(
     sequences = None
     if not engine:
         lengths = kwargs.get("cu_seq_lens_q")
-        sequences = packed_sequences(attention_mask, position_ids, cache, lengths, at_jumps=cache is None)
+        sequences = packed_sequences(
+            attention_mask, position_ids, cache, lengths, at_jumps=cache is None
+        )
     if form == "gathered" and sequences is not None:
         _check_states(decoder, kwargs)
     forgets = decoder.meta_config.text_window is not None
-    if forgets and cache is None and sequences is None and not decoder.training and _makes_cache(decoder, kwargs):
+    if (
+        forgets
+        and cache is None
+        and sequences is None
+        and not decoder.training
+        and _makes_cache(decoder, kwargs)
+    ):
         cache = DynamicCache(config=decoder.config)
     sight = Visibility.of(
         decoder.meta_config,
@@ -160,7 +176,9 @@ def _context(decoder: Any, sight: Visibility) -> ForwardContext | None:
     settings, rows = decoder.meta_settings, sight.rows
     if rows is None or not settings.layers:
         return None
-    positions = rows.positions.clamp(min=0) if isinstance(rows, GatheredRows) else sight.rotary_positions
+    positions = (
+        rows.positions.clamp(min=0) if isinstance(rows, GatheredRows) else sight.rotary_positions
+    )
     rotary = rotary_tables(positions, settings.head_size, settings.rope_theta)
     if not sight.engine:
         return ForwardContext(rows, rotary, sight.meta_mask_of_retrofit(decoder.config))
@@ -197,7 +215,9 @@ def _check_store(decoder: Any, sight: Visibility) -> None:
         return
     store = sight.cache.layers[first]
     if isinstance(store, SecondStore) and isinstance(sight.rows, GatheredRows):
-        has_given_mask = mask_of_four_dimensions(decoder.config, sight.attention_mask, sight.cache) is not None
+        has_given_mask = (
+            mask_of_four_dimensions(decoder.config, sight.attention_mask, sight.cache) is not None
+        )
         store.check_second(sight.rows, is_masked=has_given_mask)
 
 
@@ -235,12 +255,20 @@ def _positions_of_rows(is_meta: Tensor, position_ids: Any) -> Tensor | None:
         return None
     if position_ids.ndim == 3 and len(position_ids) == 4:
         position_ids = position_ids[0]
-    return position_ids if position_ids.ndim == 2 and position_ids.shape[1] == is_meta.shape[1] else None
+    return (
+        position_ids
+        if position_ids.ndim == 2 and position_ids.shape[1] == is_meta.shape[1]
+        else None
+    )
 
 
 def _has_masks(decoder: Any) -> bool:
     """Whether the first block is given a mask that shows packed sequences."""
-    return decoder.config._attn_implementation in ("sdpa", "eager", "flex_attention") and not _has_states(decoder)
+    return decoder.config._attn_implementation in (
+        "sdpa",
+        "eager",
+        "flex_attention",
+    ) and not _has_states(decoder)
 
 
 def _has_states(decoder: Any) -> bool:
@@ -284,7 +312,13 @@ def note_tokens_read(decoder: nn.Module, args: tuple, output: Any) -> None:
     """Forward hook of the decoder: note how many tokens were read, in layers that do not count them."""
     if torch.compiler.is_compiling():
         return
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
+    values = (
+        output.values()
+        if isinstance(output, Mapping)
+        else output
+        if isinstance(output, tuple)
+        else ()
+    )
     for cache in (value for value in values if isinstance(value, Cache)):
         for layer in cache.layers:
             if isinstance(layer, SecondStore) and not hasattr(layer, "get_seq_length"):

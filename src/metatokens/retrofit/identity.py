@@ -28,8 +28,13 @@ def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
     Only fields that the class declares count: other entries of a `config.json` depend on how it was loaded. A setting
     that a later release of transformers adds counts only if its value is not the default.
     """
-    declared = {field.name for field in fields(type(config))} - {field.name for field in fields(PreTrainedConfig)}
-    values, defaults = vars(config), vars(type(config)())  # getattr raises for some settings that vary by layer
+    declared = {field.name for field in fields(type(config))} - {
+        field.name for field in fields(PreTrainedConfig)
+    }
+    values, defaults = (
+        vars(config),
+        vars(type(config)()),
+    )  # getattr raises for some settings that vary by layer
     settings: dict[str, Any] = {}
     for name in sorted(declared):
         value, default = values.get(name), defaults.get(name)
@@ -47,7 +52,10 @@ def _as_json(value: Any) -> Any:
 
 def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
     """The settings in which two bases differ, to be part of a sentence; empty if there are none."""
-    return ", ".join(f"{name} was {_shown(old)} and is {_shown(new)}" for name, old, new in differences(before, now))
+    return ", ".join(
+        f"{name} was {_shown(old)} and is {_shown(new)}"
+        for name, old, new in differences(before, now)
+    )
 
 
 def _shown(value: Any) -> str:

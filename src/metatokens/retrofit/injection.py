@@ -80,7 +80,9 @@ def add_meta_attention(
     points, point_has_residual = find_injection_points(base, layers)
     rows, width = base.get_input_embeddings().weight.shape
     settings = MetaSettings.checked(
-        hidden_size=getattr(base.config.get_text_config(), "hidden_size", width),  # OPT-350m's table is narrower
+        hidden_size=getattr(
+            base.config.get_text_config(), "hidden_size", width
+        ),  # OPT-350m's table is narrower
         num_attention_heads=heads,
         head_size=head_size,
         layers=layers,
@@ -102,21 +104,33 @@ def add_meta_attention(
 
 def _check_base(model: Any) -> None:
     name = type(model).__name__
-    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None or not model.can_generate():
-        raise UserError(f"meta-attention cannot be added to a {name}: give a causal language model of transformers.")
+    if (
+        not isinstance(model, PreTrainedModel)
+        or model.get_output_embeddings() is None
+        or not model.can_generate()
+    ):
+        raise UserError(
+            f"meta-attention cannot be added to a {name}: give a causal language model of transformers."
+        )
     if isinstance(model, MetaModel) or model.config.model_type == "meta_gpt2":
         raise UserError(f"this {name} has meta-tokens already.")
     if model.config.is_encoder_decoder:
-        raise UserError(f"meta-attention cannot be added to a {name}, an encoder-decoder; give a decoder.")
+        raise UserError(
+            f"meta-attention cannot be added to a {name}, an encoder-decoder; give a decoder."
+        )
 
 
 def _check_row(model: PreTrainedModel, meta_token_id: Any) -> None:
     """Refuse a row for the meta-token that the model's table of embeddings or its head does not have."""
     rows = model.get_input_embeddings().weight.shape[0]
     if meta_token_id is None:
-        raise UserError("give the model's tokenizer, or as meta_token_id a row of its embeddings that no text uses.")
+        raise UserError(
+            "give the model's tokenizer, or as meta_token_id a row of its embeddings that no text uses."
+        )
     if type(meta_token_id) is not int or not 0 <= meta_token_id < rows:
-        raise UserError(f"meta_token_id {meta_token_id} is outside the {rows} rows of the table of embeddings.")
+        raise UserError(
+            f"meta_token_id {meta_token_id} is outside the {rows} rows of the table of embeddings."
+        )
     _check_head(model, meta_token_id)
 
 
@@ -154,7 +168,10 @@ def _check_head(model: PreTrainedModel, row: int) -> None:
 def _add_to_tokenizer(tokenizer: PreTrainedTokenizerBase) -> int:
     """The id of a tokenizer's meta-token, which is added unless it is there."""
     if getattr(tokenizer, "meta_token", None) is None:
-        tokenizer.SPECIAL_TOKENS_ATTRIBUTES = [*tokenizer.SPECIAL_TOKENS_ATTRIBUTES, "meta_token"]  # allowed as a key
+        tokenizer.SPECIAL_TOKENS_ATTRIBUTES = [
+            *tokenizer.SPECIAL_TOKENS_ATTRIBUTES,
+            "meta_token",
+        ]  # allowed as a key
         tokenizer.add_special_tokens({"meta_token": META_TOKEN})
     return tokenizer.convert_tokens_to_ids(tokenizer.meta_token)
 

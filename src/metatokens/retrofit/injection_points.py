@@ -130,7 +130,13 @@ class BlockInPass:
         self.z = _flat(output[0] if isinstance(output, tuple) else output)
 
     def record(
-        self, name: str, is_replaced: bool, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
+        self,
+        name: str,
+        is_replaced: bool,
+        module: nn.Module,
+        args: tuple,
+        kwargs: dict[str, Any],
+        output: Any,
     ) -> Any:
         """Record a call of a submodule, as a hook of it; with `is_replaced`, its output becomes random."""
         inputs = [_flat(value) for value in (*args, *kwargs.values()) if _is_state(value)]
@@ -163,13 +169,17 @@ class BlockInPass:
         return call.output, call.inputs, self.calls[numbers[0] + 1 :]
 
 
-def _blocks_in_pass(model: PreTrainedModel, layers: Sequence[int], replaced: str | None) -> dict[int, BlockInPass]:
+def _blocks_in_pass(
+    model: PreTrainedModel, layers: Sequence[int], replaced: str | None
+) -> dict[int, BlockInPass]:
     """What some blocks computed in a pass over text; the outputs of the submodule called `replaced` are random."""
     _, modules = decoder_of(model)
     blocks = {layer: BlockInPass() for layer in layers}
     with ExitStack() as hooks:
         for layer, block in blocks.items():
-            hooks.enter_context(modules[layer].register_forward_pre_hook(block.begin, with_kwargs=True))
+            hooks.enter_context(
+                modules[layer].register_forward_pre_hook(block.begin, with_kwargs=True)
+            )
             hooks.enter_context(modules[layer].register_forward_hook(block.end))
             for name, submodule in modules[layer].named_children():
                 record = partial(block.record, name, name == replaced)

@@ -27,7 +27,9 @@ _OUTSIDE = (
     "a block of a retrofitted model ran outside a pass of its model, as a wrapper for activation checkpointing runs it "
     "again; use model.gradient_checkpointing_enable() in its place."
 )
-_JOINED = "this base lets sequences that are packed into one row see one another; give each its own row."
+_JOINED = (
+    "this base lets sequences that are packed into one row see one another; give each its own row."
+)
 
 
 class MetaTokenEmbedding(nn.Module):
@@ -62,7 +64,9 @@ def check_table(table: nn.Module) -> None:
     if isinstance(table, MetaEmbeddingTable):
         return
     wrapper = type(table)
-    if not hasattr(table, "meta_token_id"):  # PEFT would merge such an adapter into a row that is never read
+    if not hasattr(
+        table, "meta_token_id"
+    ):  # PEFT would merge such an adapter into a row that is never read
         raise UserError(
             f"a {wrapper.__name__} around the embeddings bypasses the meta-token's; train them by modules_to_save."
         )
@@ -142,12 +146,18 @@ class MetaBlock(nn.Module):
         return super().__call__(*args, meta_context=running.context, **kwargs)
 
     def forward(
-        self, hidden_states: Tensor, *args: Any, meta_context: ForwardContext | None = None, **kwargs: Any
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        meta_context: ForwardContext | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Run the block, with meta-attention in it if there are meta-tokens, and otherwise unchanged."""
         block = None
         if meta_context is not None:
-            cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+            cache = next(
+                (value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None
+            )
             block = self, hidden_states, meta_context, cache
         state = current()
         outer, state.block = state.block, block
@@ -226,4 +236,8 @@ def _sees_previous(mask: Any, sequences: Tensor) -> Tensor | None:
 
 def added_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that were added to a base, by name."""
-    return {name: parameter for name, parameter in model.named_parameters() if ADDED & set(name.split("."))}
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if ADDED & set(name.split("."))
+    }

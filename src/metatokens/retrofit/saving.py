@@ -15,7 +15,12 @@ from metatokens.errors import UserError, one_line
 from metatokens.files import DAMAGED, read_json, relative_base_name, resolve_base, write_whole
 from metatokens.model.wrappers import takes_wrapped, uncompiled
 from metatokens.retrofit.classes import MODEL_TYPE, MetaModel
-from metatokens.retrofit.identity import difference, have_same_weights, settings_of, weight_checksums
+from metatokens.retrofit.identity import (
+    difference,
+    have_same_weights,
+    settings_of,
+    weight_checksums,
+)
 from metatokens.retrofit.injection import convert
 from metatokens.retrofit.layers import MetaModule, added_parameters
 from metatokens.retrofit.settings import MetaSettings, check_entries
@@ -42,11 +47,17 @@ def save_meta(model: PreTrainedModel, folder: str | Path) -> None:
     """
     folder = Path(folder)
     if any(type(module).__module__.startswith("peft.") for module in model.modules()):
-        raise UserError("adapters are in this model: save what their merge_and_unload() returns, by save_pretrained.")
+        raise UserError(
+            "adapters are in this model: save what their merge_and_unload() returns, by save_pretrained."
+        )
     if not isinstance(model, MetaModel):
-        raise UserError(f"this {type(model).__name__} is no retrofitted model: nothing was added that could be saved.")
+        raise UserError(
+            f"this {type(model).__name__} is no retrofitted model: nothing was added that could be saved."
+        )
     settings = MetaSettings(**model.config.meta_attention)
-    weights = {name: parameter.detach().contiguous() for name, parameter in added_parameters(model).items()}
+    weights = {
+        name: parameter.detach().contiguous() for name, parameter in added_parameters(model).items()
+    }
     _check_added(model, settings, weights)
     _check_base_of(model, settings)
     settings.base = relative_base_name(folder, settings.base)
@@ -59,19 +70,27 @@ def save_meta(model: PreTrainedModel, folder: str | Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(weights, folder / DELTA_WEIGHTS, metadata={"format": "pt"})
         write_whole(folder / DELTA, json.dumps(delta, indent=1).encode())
-        if not (folder / "config.json").exists():  # lets the Auto classes explain what this folder is
+        if not (
+            folder / "config.json"
+        ).exists():  # lets the Auto classes explain what this folder is
             write_whole(folder / "config.json", json.dumps({"model_type": MODEL_TYPE}).encode())
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder} cannot be written to: {error}.") from error
 
 
-def _check_added(model: PreTrainedModel, settings: MetaSettings, weights: dict[str, torch.Tensor]) -> None:
+def _check_added(
+    model: PreTrainedModel, settings: MetaSettings, weights: dict[str, torch.Tensor]
+) -> None:
     """Refuse added weights that are not whole or not exact."""
     if not all(weight.is_floating_point() for weight in weights.values()):
-        raise UserError("what was added to this model is quantised, which is lossy: save it before quantising.")
+        raise UserError(
+            "what was added to this model is quantised, which is lossy: save it before quantising."
+        )
     is_sharded = any(isinstance(weight, DTensor) for weight in weights.values())
     if is_sharded or _shapes(weights) != _expected_shapes(model, settings):
-        raise UserError("the weights of this model are in parts, on several devices or processes: gather them first.")
+        raise UserError(
+            "the weights of this model are in parts, on several devices or processes: gather them first."
+        )
 
 
 def _check_base_of(model: PreTrainedModel, settings: MetaSettings) -> None:
@@ -124,14 +143,18 @@ def load_meta(base: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
     _check_identity(model, settings, folder)
     rows = model.get_input_embeddings().weight.shape[0]
     if not rows <= in_use <= 2 * rows:  # more for the meta-token, and for tokens that came with it
-        raise UserError(f"{folder} has {in_use} entries in use, which does not fit the {rows} rows of the base.")
+        raise UserError(
+            f"{folder} has {in_use} entries in use, which does not fit the {rows} rows of the base."
+        )
     try:
         weights = load_file(folder / DELTA_WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder / DELTA_WEIGHTS} cannot be read: {error}.") from error
     is_exact = all(weight.is_floating_point() for weight in weights.values())
     if not is_exact or _shapes(weights) != _expected_shapes(model, settings):
-        raise UserError(f"the weights in {folder} do not fit its {DELTA}, or that does not fit the base.")
+        raise UserError(
+            f"the weights in {folder} do not fit its {DELTA}, or that does not fit the base."
+        )
     convert(model, settings, meta_token_id, in_use)
     with torch.no_grad():
         for name, parameter in added_parameters(model).items():
@@ -175,7 +198,9 @@ def base_of(folder: Path) -> str:
     """The base of a delta: a folder, or a name on the Hub."""
     settings, _, _ = _read(folder)
     if not settings.base:
-        raise UserError(f"the base of {folder} was never saved; load_meta takes one that has its configuration.")
+        raise UserError(
+            f"the base of {folder} was never saved; load_meta takes one that has its configuration."
+        )
     return settings.base
 
 

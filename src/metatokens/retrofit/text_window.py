@@ -27,7 +27,10 @@ _READS = "a {} cannot have a text_window: it must take masks of four dimensions,
 
 @takes_wrapped
 def set_text_window(
-    model: PreTrainedModel, window: int | None, sinks: int | None = None, full_layers: Sequence[int] | None = None
+    model: PreTrainedModel,
+    window: int | None,
+    sinks: int | None = None,
+    full_layers: Sequence[int] | None = None,
 ) -> None:
     """Make a model forget text from now on, in training, evaluation and generation.
 
@@ -78,7 +81,10 @@ def without_text_window(model: Any) -> Iterator[None]:
 
 
 def apply_text_window(
-    model: PreTrainedModel, window: int | None, sinks: int | None = None, full_layers: Sequence[int] | None = None
+    model: PreTrainedModel,
+    window: int | None,
+    sinks: int | None = None,
+    full_layers: Sequence[int] | None = None,
 ) -> None:
     """Do as `set_text_window` does, but keep the model's name: its folder has the window, or will have it.
 
@@ -87,11 +93,15 @@ def apply_text_window(
     """
     config = model.config
     if not isinstance(config, MetaConfig | MetaGPT2Config):
-        raise UserError("a text_window needs meta-tokens, and this model has none: call add_meta_attention first.")
+        raise UserError(
+            "a text_window needs meta-tokens, and this model has none: call add_meta_attention first."
+        )
     sinks = config.text_sinks if sinks is None else sinks
     full_layers = config.text_full_layers if full_layers is None else full_layers
     if not isinstance(full_layers, Iterable | None):
-        raise UserError(f"full_layers is {full_layers!r}; give the numbers of the blocks, such as [0, 5].")
+        raise UserError(
+            f"full_layers is {full_layers!r}; give the numbers of the blocks, such as [0, 5]."
+        )
     full = None if window is None else list(full_layers or ()) or None
     fields = {"text_window": window, "text_sinks": sinks, "text_full_layers": full}
     if isinstance(config, MetaConfig):
@@ -108,7 +118,9 @@ def apply_text_window(
         try:
             type(config).from_dict(config.to_dict() | fields)  # refuses what does not fit
         except StrictDataclassError as error:
-            raise UserError(f"the model cannot have this text window: {one_line(error)}.") from error
+            raise UserError(
+                f"the model cannot have this text window: {one_line(error)}."
+            ) from error
         config.text_window, config.text_sinks, config.text_full_layers = window, sinks, full
 
 
@@ -126,7 +138,9 @@ def _check(model: PreTrainedModel) -> None:
     """
     (decoder, _), config = decoder_of(model), model.config
     layers = DynamicCache(config=decoder.config).layers
-    if any(type(layer) is not DynamicLayer for layer in layers) or hasattr(decoder.config, "attention_types"):
+    if any(type(layer) is not DynamicLayer for layer in layers) or hasattr(
+        decoder.config, "attention_types"
+    ):
         raise UserError(
             f"a {type(model).__name__} cannot have a text_window: some of its blocks have a sliding window of their "
             "own, or a state instead of a cache."
@@ -144,7 +158,12 @@ def _check(model: PreTrainedModel) -> None:
             other[:, 8] += 1
             whole = decoder(other, attention_mask=mask, use_cache=False)[0]
             for start, end in pairwise([0, *range(20, 25)]):
-                out = decoder(ids[:, start:end], attention_mask=mask[:, :end], use_cache=True, **{CACHE: cache})
+                out = decoder(
+                    ids[:, start:end],
+                    attention_mask=mask[:, :end],
+                    use_cache=True,
+                    **{CACHE: cache},
+                )
                 cache = out[CACHE]
                 expected = whole[:, max(start, 12) : end]
                 got = out[0][:, -expected.shape[1] :]
@@ -162,7 +181,9 @@ def _check_full(model: PreTrainedModel, blocks: Sequence[nn.Module]) -> None:
     """
     (decoder, _), config = decoder_of(model), model.config
     before, everywhere = config.meta_attention, [*range(len(blocks))]
-    was_full = [number for number, block in enumerate(blocks) if getattr(block, "sees_all_text", False)]
+    was_full = [
+        number for number, block in enumerate(blocks) if getattr(block, "sees_all_text", False)
+    ]
     set_full_layers(blocks, everywhere)
     try:
         with probe_ids(model, _READS, 24) as ids:

@@ -33,7 +33,9 @@ QUESTIONS = [
 ]
 CHANCE = 0.0
 
-_PIECE = re.compile(r"\s*(?:\w+|[^\w\s]+)")  # a word or a run of punctuation, with the space before it
+_PIECE = re.compile(
+    r"\s*(?:\w+|[^\w\s]+)"
+)  # a word or a run of punctuation, with the space before it
 # Of ten documents; the other seven are for training.
 _SPLITS: dict[int, Split] = {
     0: "train",
@@ -81,7 +83,9 @@ class Excerpts:
     def __init__(self, documents: Iterable[str]):
         distinct = map(_document, dict.fromkeys(documents))
         self._documents = sorted(distinct, key=lambda document: -len(document.ends))
-        lengths = np.array([len(document.ends) for document in self._documents], dtype=np.int64)  # in pieces
+        lengths = np.array(
+            [len(document.ends) for document in self._documents], dtype=np.int64
+        )  # in pieces
         self._negative_lengths = -lengths  # ascending, as searchsorted wants it
         self._total_lengths = np.cumsum(lengths)
         self.longest = int(lengths.max(initial=0))
@@ -93,7 +97,9 @@ class Excerpts:
                 f"train, validate and test on; {long_enough} of the {len(lengths)} given are that long."
             )
 
-    def draw(self, generator: Generator, m: int, n: int, asked: int, split: Split) -> Content | None:
+    def draw(
+        self, generator: Generator, m: int, n: int, asked: int, split: Split
+    ) -> Content | None:
         """Draw an excerpt of m n pieces, at most `longest`, and bracket `asked` of them, at any distance from its end.
 
         Decoys are one to three bracketed parts further on; there are none if fewer than two pieces follow.
@@ -164,7 +170,11 @@ TABLES: dict[str, Table] = {}
 
 def rules(condition: str) -> dict[str, Rule]:
     """In condition `landmark`, whose markers do not bracket the answer, the text between them; elsewhere none."""
-    return {"the text between the first two markers": _between_marks} if condition == "landmark" else {}
+    return (
+        {"the text between the first two markers": _between_marks}
+        if condition == "landmark"
+        else {}
+    )
 
 
 def _between_marks(prompt: ParsedPrompt) -> str | None:

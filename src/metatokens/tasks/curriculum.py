@@ -65,7 +65,9 @@ class TaskData:
             )
         self._is_facts = condition in get_args(Facts)
         if self._is_facts and task != "list_recall":
-            raise UserError(f"condition {condition} is for list_recall, whose lists are the facts, not for {task}.")
+            raise UserError(
+                f"condition {condition} is for list_recall, whose lists are the facts, not for {task}."
+            )
         self.encoder = SegmentEncoder(tokenizer)
         self._task = task
         self._condition = cast(Condition, condition)

@@ -64,7 +64,9 @@ class Example(Encoded):
         return {name: getattr(self, name) for name in ExampleRecord.model_fields}
 
 
-def encode_example(encoder: SegmentEncoder, segments: Sequence[str], completion: str, **fields: Any) -> Example:
+def encode_example(
+    encoder: SegmentEncoder, segments: Sequence[str], completion: str, **fields: Any
+) -> Example:
     """Tokenize a prompt segment by segment, and its completion; `fields` are the example's other fields."""
     ends_of_markers = accumulate(len(segment) + len(MARKER) for segment in segments[:-1])
     prompt_ids = encoder.encode_prompt(segments)
@@ -104,11 +106,19 @@ def read_examples(
     encoder = SegmentEncoder(tokenizer, landmarks)
     records = read_lines(path, ExampleRecord)
     if not records:
-        raise UserError(f"{path} holds no record; each line is a JSON object with a prompt and a completion.")
+        raise UserError(
+            f"{path} holds no record; each line is a JSON object with a prompt and a completion."
+        )
     for number, record in enumerate(records, start=1):
         if not record.prompt or (needs_completion and not record.completion):
-            raise UserError(f"{path}: the prompt or the completion of record {number} is missing or empty.")
-    unmarked = [number for number, record in enumerate(records, start=1) if _shows_a_marker_without_naming_it(record)]
+            raise UserError(
+                f"{path}: the prompt or the completion of record {number} is missing or empty."
+            )
+    unmarked = [
+        number
+        for number, record in enumerate(records, start=1)
+        if _shows_a_marker_without_naming_it(record)
+    ]
     if unmarked:
         print(
             f"{path}, record {unmarked[0]}: the prompt has {MARKER!r} and no markers, so it is read as text; list the "
@@ -116,7 +126,9 @@ def read_examples(
             file=sys.stderr,
         )
     examples = [_encode_record(encoder, record) for record in records]
-    if landmarks is not None and not any(encoder.meta_token_id in example.input_ids for example in examples):
+    if landmarks is not None and not any(
+        encoder.meta_token_id in example.input_ids for example in examples
+    ):
         raise UserError(f"the rule {landmarks} inserts no meta-token into any prompt of {path}.")
     return examples
 

@@ -29,7 +29,9 @@ class LandmarksAlone:
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase):
         attention = model.config._attn_implementation
         if attention != "sdpa":
-            raise UserError(f"a question that sees landmarks alone needs attention 'sdpa', and this has {attention!r}.")
+            raise UserError(
+                f"a question that sees landmarks alone needs attention 'sdpa', and this has {attention!r}."
+            )
         [self._opening] = encode_text(tokenizer, [OPENING])
         self._meta_token_id = model.config.meta_token_id
 
@@ -44,7 +46,9 @@ class LandmarksAlone:
         for start in range(len(prompt) - size, -1, -1):
             if prompt[start : start + size] == self._opening:
                 return start
-        raise UserError("the ids that this tokenizer gives a prompt do not show where its question begins.")
+        raise UserError(
+            "the ids that this tokenizer gives a prompt do not show where its question begins."
+        )
 
     def mask(self, input_ids: Tensor, examples: Sequence[Encoded]) -> Tensor:
         """True where a query sees a key, (batch, 1, length, length), for `input_ids` (batch, length) on the CPU."""

@@ -23,7 +23,10 @@ from metatokens.tasks.inventory import INVENTORY, draw_lists
 from metatokens.tasks.shortcuts import MARK, ParsedPrompt, Rule, Table, words_of
 
 QUESTION = "Q: What is item {place} of {category}?"
-QUESTIONS = [QUESTION.format(place=item, category=category) for item, category in enumerate(INVENTORY, start=1)]
+QUESTIONS = [
+    QUESTION.format(place=item, category=category)
+    for item, category in enumerate(INVENTORY, start=1)
+]
 CHANCE = 0.1  # a category has ten items
 
 
@@ -76,7 +79,9 @@ def rules(condition: str) -> dict[str, Rule]:
         "the word of that number in the last line": partial(_word_of_line, -1),
         "the word of that number in the first line": partial(_word_of_line, 0),
     }
-    if not condition.startswith("facts_"):  # whose lists have one item, so that this would do the task
+    if not condition.startswith(
+        "facts_"
+    ):  # whose lists have one item, so that this would do the task
         named["the commonest word of the list asked for"] = _commonest_of_list
     return named
 

@@ -57,11 +57,15 @@ def rules(condition: str) -> dict[str, Rule]:
     """Answers that leave out bits, or take too many."""
     named: dict[str, Rule] = {
         "the last bit that is asked about": lambda prompt: _marked_bits(prompt)[-1],
-        "the opposite of the last bit that is asked about": lambda prompt: _xor([_marked_bits(prompt)[-1], "1"]),
+        "the opposite of the last bit that is asked about": lambda prompt: _xor(
+            [_marked_bits(prompt)[-1], "1"]
+        ),
         "the XOR of all bits": lambda prompt: _xor(_bits(prompt)),
     }
     if condition == "landmark":  # elsewhere this would do the task
-        named["the XOR of the bits before the first marker"] = lambda prompt: _xor(_bits_before_first_mark(prompt))
+        named["the XOR of the bits before the first marker"] = lambda prompt: _xor(
+            _bits_before_first_mark(prompt)
+        )
     return named
 
 

@@ -61,10 +61,14 @@ def score(
 
 
 @torch.inference_mode()
-def _hits(model: PreTrainedModel, examples: Sequence[Encoded], alone: LandmarksAlone | None) -> Sequence[torch.Tensor]:
+def _hits(
+    model: PreTrainedModel, examples: Sequence[Encoded], alone: LandmarksAlone | None
+) -> Sequence[torch.Tensor]:
     """For each example, a bool for each token of its answer."""
     # Padding is on the right, where causal attention never looks, so no mask is needed for it.
-    ids = pad_sequence([torch.tensor(example.input_ids) for example in examples], batch_first=True).long()
+    ids = pad_sequence(
+        [torch.tensor(example.input_ids) for example in examples], batch_first=True
+    ).long()
     is_answer = torch.zeros_like(ids, dtype=torch.bool)
     for row, example in enumerate(examples):
         is_answer[row, example.answer_start : len(example.input_ids)] = True

@@ -43,7 +43,9 @@ def draw(generator: Generator, m: int, n: int, asked: int, split: Split) -> Cont
     """
     lists = draw_lists(generator, m, n, asked)
     segment = _draw_segment(generator, asked)
-    item, count, lists.items[lists.target] = _draw_target_list(generator, lists.category, asked, segment)
+    item, count, lists.items[lists.target] = _draw_target_list(
+        generator, lists.category, asked, segment
+    )
     decoys: list[int] = []
     for line in lists.others(generator)[: generator.integers(1, m + 1)]:
         decoy = _draw_segment(generator, n)
@@ -71,7 +73,9 @@ def draw(generator: Generator, m: int, n: int, asked: int, split: Split) -> Cont
     )
 
 
-def _draw_target_list(generator: Generator, category: str, length: int, segment: range) -> tuple[str, int, list[str]]:
+def _draw_target_list(
+    generator: Generator, category: str, length: int, segment: range
+) -> tuple[str, int, list[str]]:
     """The item that is asked for, its count in the segment, and the list, in which it also occurs elsewhere."""
     rest = [*range(segment.start), *range(segment.stop, length)]
     others = [f" {item}" for item in INVENTORY[category]]
@@ -131,7 +135,9 @@ def _by_counts(compute: Callable[[_Counts], int]) -> Rule:
 def rules(condition: str) -> dict[str, Rule]:
     """Answers that count in another part of the list."""
     return {
-        "1 if the item is in the segment, else 0": _by_counts(lambda counts: min(counts.in_segment, 1)),
+        "1 if the item is in the segment, else 0": _by_counts(
+            lambda counts: min(counts.in_segment, 1)
+        ),
         "the count in the list up to the segment's end": _by_counts(
             lambda counts: counts.before_segment + counts.in_segment
         ),

@@ -53,7 +53,9 @@ def words_of(text: str) -> list[str]:
     return text.replace(MARK, "").split()
 
 
-def answers(task: str, condition: str, train: Sequence[Example], test: Sequence[Example]) -> dict[str, list[bool]]:
+def answers(
+    task: str, condition: str, train: Sequence[Example], test: Sequence[Example]
+) -> dict[str, list[bool]]:
     """For each shortcut, by name, whether it answers each test prompt correctly.
 
     Args:

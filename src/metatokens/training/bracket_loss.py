@@ -23,7 +23,9 @@ def check_blocks(model: PreTrainedModel) -> None:
     """Refuse a model with a single block, which leaves no states to predict from."""
     _, blocks = decoder_of(model)
     if len(blocks) == 1:
-        raise UserError("a stage's inside_loss reads the states after each block but the last, and the model has one.")
+        raise UserError(
+            "a stage's inside_loss reads the states after each block but the last, and the model has one."
+        )
 
 
 def bracket_labels(input_ids: Tensor, meta_token_id: int) -> tuple[Tensor, Tensor]:
@@ -39,7 +41,9 @@ def bracket_labels(input_ids: Tensor, meta_token_id: int) -> tuple[Tensor, Tenso
     """
     is_meta = input_ids == meta_token_id
     meta_tokens_before = is_meta.cumsum(dim=1)
-    is_prompt = meta_tokens_before < meta_tokens_before[:, -1:]  # the completion follows the last meta-token
+    is_prompt = (
+        meta_tokens_before < meta_tokens_before[:, -1:]
+    )  # the completion follows the last meta-token
     is_scored = is_prompt & ~is_meta
     return is_scored, is_scored & (meta_tokens_before == 1)
 
@@ -65,11 +69,17 @@ def bracket_loss(model: Any, weight: float | None, micro_batches: int) -> Iterat
     meta_token_id = model.config.meta_token_id
     states: list[Tensor] = []
 
-    def keep_states(block: nn.Module, args: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor | None]) -> None:
+    def keep_states(
+        block: nn.Module, args: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor | None]
+    ) -> None:
         if block.training:
-            states.append(output[0] if isinstance(output, tuple) else output)  # some return attention weights too
+            states.append(
+                output[0] if isinstance(output, tuple) else output
+            )  # some return attention weights too
 
-    def add_loss(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
+    def add_loss(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
+    ) -> Any:
         if module.training:
             auxiliary = _loss(heads, states, kwargs["input_ids"], meta_token_id)
             outputs.loss = outputs.loss + weight / micro_batches * auxiliary
@@ -85,11 +95,15 @@ def bracket_loss(model: Any, weight: float | None, micro_batches: int) -> Iterat
         yield
 
 
-def _loss(heads: nn.ModuleList, states: list[Tensor], input_ids: Tensor, meta_token_id: int) -> Tensor:
+def _loss(
+    heads: nn.ModuleList, states: list[Tensor], input_ids: Tensor, meta_token_id: int
+) -> Tensor:
     is_scored, is_inside = bracket_labels(input_ids, meta_token_id)
     targets = is_inside.float()
     positive_weight = torch.full((1,), POSITIVE_WEIGHT, device=input_ids.device)
-    weights = is_scored / is_scored.sum()  # a mask, since an index would have a data-dependent shape
+    weights = (
+        is_scored / is_scored.sum()
+    )  # a mask, since an index would have a data-dependent shape
     losses = []
     for head, state in zip(heads, states, strict=True):
         normed = functional.layer_norm(state, state.shape[-1:])

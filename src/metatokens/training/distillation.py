@@ -48,6 +48,10 @@ def divergence(model: Any, tuned: Any, batch: Mapping[str, Tensor]) -> tuple[Ten
     with torch.no_grad(), _base(tuned):
         text_columns = positions_of(is_text)
         text = ids.gather(1, text_columns.clamp(min=0))
-        base_logits = tuned(input_ids=text, attention_mask=(text_columns >= 0).long(), use_cache=False).logits
+        base_logits = tuned(
+            input_ids=text, attention_mask=(text_columns >= 0).long(), use_cache=False
+        ).logits
         wanted = base_logits[rows, text_position[rows, columns] - 1].float().log_softmax(dim=-1)
-    return torch.nn.functional.kl_div(predicted, wanted, reduction="sum", log_target=True), len(rows)
+    return torch.nn.functional.kl_div(predicted, wanted, reduction="sum", log_target=True), len(
+        rows
+    )

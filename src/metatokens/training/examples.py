@@ -75,7 +75,9 @@ class ByLength:
         end = min(start + self.window_size, len(self.examples))
         examples = [self.examples[number] for number in range(start, end)]
         examples.sort(key=lambda example: len(example.input_ids))
-        batches = [examples[first : first + self.batch] for first in range(0, len(examples), self.batch)]
+        batches = [
+            examples[first : first + self.batch] for first in range(0, len(examples), self.batch)
+        ]
         order = np.random.default_rng((self.seed, window)).permutation(len(batches))
         return [example for number in order for example in batches[number]]
 
@@ -87,8 +89,20 @@ class Collator:
     a mask lets the questions see the meta-tokens of their documents alone.
     """
 
-    def __init__(self, *, pad_token_id: int, meta_token_id: int, loss_on: str, alone: LandmarksAlone | None = None):
-        self.pad_token_id, self.meta_token_id, self.loss_on, self.alone = pad_token_id, meta_token_id, loss_on, alone
+    def __init__(
+        self,
+        *,
+        pad_token_id: int,
+        meta_token_id: int,
+        loss_on: str,
+        alone: LandmarksAlone | None = None,
+    ):
+        self.pad_token_id, self.meta_token_id, self.loss_on, self.alone = (
+            pad_token_id,
+            meta_token_id,
+            loss_on,
+            alone,
+        )
 
     def __call__(self, examples: Sequence[Encoded]) -> dict[str, Tensor]:
         """`input_ids` and `labels`, each (batch, longest); with `alone` an `attention_mask` of four dimensions."""
@@ -114,11 +128,17 @@ def train_source(
     if task != "segment_counting" and any(stage.inside_loss for stage in recipe.task.stages):
         raise UserError(f"inside_loss works with segment_counting alone, not with {task}.")
     return TaskData(
-        task, tokenizer=tokenizer, condition=recipe.task.condition, seed=recipe.training.seed, documents=documents
+        task,
+        tokenizer=tokenizer,
+        condition=recipe.task.condition,
+        seed=recipe.training.seed,
+        documents=documents,
     )
 
 
-def train_examples(recipe: FinetuneRecipe, source: TaskData, phase: Phase, folder: Path) -> ExampleStore:
+def train_examples(
+    recipe: FinetuneRecipe, source: TaskData, phase: Phase, folder: Path
+) -> ExampleStore:
     """The examples of a phase: those that an earlier run of the recipe left in `folder`, or new ones."""
     path = folder / phase.file
     if path.exists():

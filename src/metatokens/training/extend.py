@@ -43,7 +43,9 @@ def extend(
     """
     store = open_store(recipe)
     model = load_model(model_folder)
-    original_length = original_length or int(getattr(model.config, "max_position_embeddings", 0))  # BLOOM has none
+    original_length = original_length or int(
+        getattr(model.config, "max_position_embeddings", 0)
+    )  # BLOOM has none
     apply_yarn(model, factor, original_length)
     data = recipe.data.model_copy(update={"block_size": model.config.max_position_embeddings})
     recipe = recipe.model_copy(update={"data": data, "model": model_settings(model.config)})
@@ -54,7 +56,14 @@ def extend(
         "init_sha256": weights_sha256(model_folder),
     }
     return train_on_blocks(
-        model, recipe, store, out, run=run, init=model_folder, overwrite=overwrite, progress=progress
+        model,
+        recipe,
+        store,
+        out,
+        run=run,
+        init=model_folder,
+        overwrite=overwrite,
+        progress=progress,
     )
 
 

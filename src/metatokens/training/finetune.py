@@ -70,7 +70,9 @@ def finetune(
     settings = recipe.training
     check_trackers(settings)
     if settings.eval_steps and probe is None:
-        raise UserError("training.eval_steps asks for a held-out loss, which needs held-out records: give --eval-data.")
+        raise UserError(
+            "training.eval_steps asks for a held-out loss, which needs held-out records: give --eval-data."
+        )
     model = load_model(model_folder)
     tokenizer = load_tokenizer(str(model_folder))
     check_meta_token(model.config, tokenizer, model_folder)
@@ -145,13 +147,17 @@ class _RecordSource:
 
     def __init__(self, recipe: FinetuneRecipe, file: Path, tokenizer: PreTrainedTokenizerBase):
         if recipe.task.stages:
-            raise UserError("task.stages are for the tasks; with records, give a recipe without them.")
+            raise UserError(
+                "task.stages are for the tasks; with records, give a recipe without them."
+            )
         if recipe.task.question_sees:
             raise UserError(
                 "task.question_sees is for the tasks, whose prompts have a question; records may have none."
             )
         self.records = read_examples(file, tokenizer, landmarks=recipe.task.landmarks)
-        self.phases = [Phase("data", recipe.training, max(len(record.input_ids) for record in self.records))]
+        self.phases = [
+            Phase("data", recipe.training, max(len(record.input_ids) for record in self.records))
+        ]
         self.identity = {"data_sha256": sha256_of(file.read_bytes())}
 
     def open(self, phase: Phase) -> Examples:
@@ -171,7 +177,9 @@ class _TaskSource:
         folder: Path,
     ):
         if recipe.task.landmarks is not None:
-            raise UserError("landmarks are for your own records (--data); task.condition places a task's meta-tokens.")
+            raise UserError(
+                "landmarks are for your own records (--data); task.condition places a task's meta-tokens."
+            )
         self.recipe, self.folder = recipe, folder
         self.data, self.phases = train_source(recipe, task, tokenizer, documents), recipe.phases()
         self.identity = {"task": task, "documents_sha256": sha256_of("\0".join(documents).encode())}
@@ -184,6 +192,12 @@ class _TaskSource:
         return Epochs(stored, length=phase.examples)
 
 
-def _report_phase(progress: Progress, before: int, total: int, done: int, _: int, figures: Figures) -> None:
+def _report_phase(
+    progress: Progress, before: int, total: int, done: int, _: int, figures: Figures
+) -> None:
     """Report a phase's step as a step of the whole run."""
-    progress(before + done, total, {name: (value, before + step) for name, (value, step) in figures.items()})
+    progress(
+        before + done,
+        total,
+        {name: (value, before + step) for name, (value, step) in figures.items()},
+    )

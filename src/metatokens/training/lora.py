@@ -29,9 +29,13 @@ def with_lora(model: Any, rank: int) -> Any:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise UserError("training.lora_rank needs PEFT: pip install 'metatokens[lora]'.") from error
-    settings = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    settings = LoraConfig(
+        task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear"
+    )
     if isinstance(model, MetaModel):
         has_modules = bool(model.config.meta_attention["layers"])
         settings.exclude_modules = ".*meta_attention.*"
-        settings.modules_to_save = ["meta_token", "meta_attention"] if has_modules else ["meta_token"]
+        settings.modules_to_save = (
+            ["meta_token", "meta_attention"] if has_modules else ["meta_token"]
+        )
     return get_peft_model(model, settings)

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from metatokens.decoder import decoder_of
 
-STACKED = 2**22  # entries of the matrices that are stacked, at most: 16 MB; a larger matrix is updated alone
+STACKED = (
+    2**22
+)  # entries of the matrices that are stacked, at most: 16 MB; a larger matrix is updated alone
 
 
 def block_matrices(model: Any) -> list[nn.Parameter]:
@@ -24,7 +26,9 @@ def block_matrices(model: Any) -> list[nn.Parameter]:
     _, blocks = decoder_of(model)
     heads = getattr(model, "bracket_heads", nn.ModuleList())
     parameters = [*blocks.parameters(), *heads.parameters()]
-    return [parameter for parameter in parameters if parameter.ndim == 2 and parameter.requires_grad]
+    return [
+        parameter for parameter in parameters if parameter.ndim == 2 and parameter.requires_grad
+    ]
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -38,10 +42,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
         learning_rate: of Muon.
     """
 
-    def __init__(self, matrices: list[nn.Parameter], adamw: torch.optim.Optimizer, learning_rate: float):
+    def __init__(
+        self, matrices: list[nn.Parameter], adamw: torch.optim.Optimizer, learning_rate: float
+    ):
         ids = {id(matrix) for matrix in matrices}
         for group in adamw.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in ids]
+            group["params"] = [
+                parameter for parameter in group["params"] if id(parameter) not in ids
+            ]
         self._adamw = adamw
         muon = {"params": matrices, "lr": learning_rate, "momentum": 0.95}
         # The schedule divides its absolute `min_lr` by this default, AdamW's rate.
@@ -58,7 +66,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._step_by_muon(**self.param_groups[-1])
         return loss
 
-    def _step_by_muon(self, params: list[nn.Parameter], lr: float, momentum: float, **_: Any) -> None:
+    def _step_by_muon(
+        self, params: list[nn.Parameter], lr: float, momentum: float, **_: Any
+    ) -> None:
         """Update the matrices of Muon's group."""
         for matrices in _stacks([matrix for matrix in params if matrix.grad is not None]):
             gradients = torch.stack([cast(Tensor, matrix.grad) for matrix in matrices])

@@ -66,20 +66,26 @@ def pretrain(
         recipe = recipe.model_copy(update={"model": model_settings(model.config)})
     elif recipe.model.architecture == "gpt_neo":
         model = new_gpt_neo(_config(recipe, store.tokenizer), store.tokenizer)
-        training = recipe.training.model_copy(update={"train_base": True})  # the base is untrained too
+        training = recipe.training.model_copy(
+            update={"train_base": True}
+        )  # the base is untrained too
         recipe = recipe.model_copy(update={"training": training})
     else:
         config = _config(recipe, store.tokenizer)
         check_memory(config)
         model = MetaGPT2ForCausalLM(config)
     run = {"verb": "pretrain", "init_sha256": None if init is None else weights_sha256(init)}
-    return train_on_blocks(model, recipe, store, out, run=run, init=init, overwrite=overwrite, progress=progress)
+    return train_on_blocks(
+        model, recipe, store, out, run=run, init=init, overwrite=overwrite, progress=progress
+    )
 
 
 def open_store(recipe: PretrainRecipe) -> TokenStore:
     """The token store that a recipe trains on."""
     if recipe.data.tokens is None:
-        raise UserError("the recipe must name data.tokens, the folder that `metatokens tokenize` wrote.")
+        raise UserError(
+            "the recipe must name data.tokens, the folder that `metatokens tokenize` wrote."
+        )
     return TokenStore.open(recipe.data.tokens)
 
 
@@ -127,7 +133,9 @@ def train_on_blocks(
                 )
             except UserError as error:
                 # From a data-loading worker, the sentence comes after the worker's traceback.
-                raise UserError(str(error).rpartition("metatokens.errors.UserError: ")[2].strip()) from error
+                raise UserError(
+                    str(error).rpartition("metatokens.errors.UserError: ")[2].strip()
+                ) from error
     return not is_finished
 
 
@@ -140,7 +148,11 @@ def new_gpt_neo(config: MetaGPT2Config, tokenizer: PreTrainedTokenizerBase) -> A
         UserError: if the configuration has what GPT-Neo lacks: rotary positions, a second attention, or scaled
             attention; if this machine cannot hold the model.
     """
-    if (config.position_embedding, config.second_attention, config.attention_scale) != ("learned", "none", "constant"):
+    if (config.position_embedding, config.second_attention, config.attention_scale) != (
+        "learned",
+        "none",
+        "constant",
+    ):
         raise UserError(
             "a gpt_neo has learned positions, no second attention and constant scales: set "
             "model.position_embedding=learned, model.second_attention=none and model.attention_scale=constant."
@@ -167,7 +179,9 @@ def new_gpt_neo(config: MetaGPT2Config, tokenizer: PreTrainedTokenizerBase) -> A
 
 def model_settings(config: MetaGPT2Config | GPTNeoConfig) -> ModelSettings:
     """The section `model` of a recipe that would make such a model."""
-    fields = {name: getattr(config, name) for name in ModelSettings.model_fields if hasattr(config, name)}
+    fields = {
+        name: getattr(config, name) for name in ModelSettings.model_fields if hasattr(config, name)
+    }
     if isinstance(config, GPTNeoConfig):
         fields |= {"architecture": "gpt_neo", "second_attention": "none"}
     return ModelSettings.model_construct(**fields)
@@ -195,13 +209,17 @@ def _probe(recipe: PretrainRecipe, store: TokenStore) -> Probe | None:
         return None
     first_blocks = [blocks[index] for index in range(min(HELD_OUT_BLOCKS, len(blocks)))]
     count, size = len(first_blocks), settings.per_device_train_batch_size
-    batches = [default_data_collator(first_blocks[start : start + size]) for start in range(0, count, size)]
+    batches = [
+        default_data_collator(first_blocks[start : start + size]) for start in range(0, count, size)
+    ]
     return Probe(settings.measured_every(count), partial(held_out_loss, batches=batches))
 
 
 def _placed(recipe: PretrainRecipe) -> dict[str, Any]:
     """How a recipe makes blocks of a text."""
-    return recipe.data.model_dump(include={"block_size", "fraction", "placement"}) | {"seed": recipe.training.seed}
+    return recipe.data.model_dump(include={"block_size", "fraction", "placement"}) | {
+        "seed": recipe.training.seed
+    }
 
 
 def _config(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> MetaGPT2Config:
@@ -217,10 +235,14 @@ def _config(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> MetaG
             pad_token_id=eos,
         )
     except StrictDataclassError as error:
-        raise UserError(f"the recipe asks for a model that cannot be: {one_line(error.__cause__ or error)}.") from error
+        raise UserError(
+            f"the recipe asks for a model that cannot be: {one_line(error.__cause__ or error)}."
+        ) from error
 
 
-def _check_vocabulary(config: MetaGPT2Config, tokenizer: PreTrainedTokenizerBase, recipe: PretrainRecipe) -> None:
+def _check_vocabulary(
+    config: MetaGPT2Config, tokenizer: PreTrainedTokenizerBase, recipe: PretrainRecipe
+) -> None:
     entries, meta = text_vocab_size(tokenizer), meta_token_id(tokenizer)
     if config.vocab_size < entries:
         raise UserError(

@@ -42,22 +42,32 @@ def held_out_loss(model: Any, batches: Iterable[Mapping[str, torch.Tensor]]) -> 
     return {"eval_loss": total / scored}
 
 
-def exact_match(model: PreTrainedModel, examples: Sequence[Encoded], alone: LandmarksAlone | None = None) -> float:
+def exact_match(
+    model: PreTrainedModel, examples: Sequence[Encoded], alone: LandmarksAlone | None = None
+) -> float:
     """The share of examples whose whole answer greedy decoding gives; see `score`."""
     is_exact, _ = score(model, examples, alone=alone)
     return sum(is_exact) / len(is_exact)
 
 
-def held_out_probe(records: Sequence[Encoded], pad_token_id: int, model: PreTrainedModel, phase: Phase) -> Probe | None:
+def held_out_probe(
+    records: Sequence[Encoded], pad_token_id: int, model: PreTrainedModel, phase: Phase
+) -> Probe | None:
     """A probe of the loss (mean over answer tokens) and the exact match on held-out records; None: never measured."""
     by_length = sorted(records, key=lambda record: len(record.input_ids))
     check_length(model.config, len(by_length[-1].input_ids))
-    collator = Collator(pad_token_id=pad_token_id, meta_token_id=model.config.meta_token_id, loss_on="answer")
+    collator = Collator(
+        pad_token_id=pad_token_id, meta_token_id=model.config.meta_token_id, loss_on="answer"
+    )
     size = phase.settings.per_device_train_batch_size
 
     def measure(model: PreTrainedModel) -> dict[str, float]:
-        batches = (collator(by_length[start : start + size]) for start in range(0, len(by_length), size))
-        loss = held_out_loss(model, batches)  # first, since FSDP gathers the weights only in a call of the model itself
+        batches = (
+            collator(by_length[start : start + size]) for start in range(0, len(by_length), size)
+        )
+        loss = held_out_loss(
+            model, batches
+        )  # first, since FSDP gathers the weights only in a call of the model itself
         return loss | {"eval_exact_match": exact_match(model, by_length)}
 
     every = phase.settings.measured_every(len(records))

@@ -20,7 +20,11 @@ PATIENCE = 300  # seconds; if the first process fails, torchrun ends the others 
 
 @contextmanager
 def open_run(
-    out: Path, settings: dict[str, Any], *, overwrite: bool = False, inputs: Iterable[Path | None] = ()
+    out: Path,
+    settings: dict[str, Any],
+    *,
+    overwrite: bool = False,
+    inputs: Iterable[Path | None] = (),
 ) -> Iterator[bool]:
     """Make `out` the folder of a run with these settings, and lock it against other processes.
 
@@ -45,7 +49,9 @@ def open_run(
     settings = json.loads(json.dumps(settings, default=str))
     try:
         out.mkdir(parents=True, exist_ok=True)
-        _check(out, settings, overwrite)  # before anything is written to a folder that holds other things
+        _check(
+            out, settings, overwrite
+        )  # before anything is written to a folder that holds other things
     except (OSError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{out} cannot be used as a run folder: {error}.") from error
     with exclusive(out) if is_first_process() else nullcontext():
@@ -56,13 +62,17 @@ def open_run(
                 _wait_for_settings(out)
             yield (out / MANIFEST).exists()
         except OSError as error:
-            raise UserError(f"the run in {out} stopped: {error}; the same command resumes it.") from error
+            raise UserError(
+                f"the run in {out} stopped: {error}; the same command resumes it."
+            ) from error
 
 
 def _check_overwriting(out: Path, inputs: Iterable[Path | None]) -> None:
     for path in filter(None, inputs):
         if path.resolve().is_relative_to(out.resolve()):
-            raise UserError(f"--overwrite would remove {path}, which this run reads; give another folder than {out}.")
+            raise UserError(
+                f"--overwrite would remove {path}, which this run reads; give another folder than {out}."
+            )
     if process_count() > 1:
         raise UserError(
             f"several processes cannot replace a run together: remove {out} if it is there, and leave --overwrite out."
@@ -70,11 +80,15 @@ def _check_overwriting(out: Path, inputs: Iterable[Path | None]) -> None:
 
 
 def _check(out: Path, settings: dict[str, Any], overwrite: bool) -> None:
-    names = {path.name for path in out.iterdir()}  # read once, since the first process may be writing the settings
+    names = {
+        path.name for path in out.iterdir()
+    }  # read once, since the first process may be writing the settings
     if SETTINGS in names:
         before = json.loads((out / SETTINGS).read_text(encoding="utf-8"))
         if not (isinstance(before, dict) and before.keys() & {*settings, "recipe", "preset"}):
-            raise UserError(f"{out} cannot be used as a run folder: its {SETTINGS} holds no settings of a run.")
+            raise UserError(
+                f"{out} cannot be used as a run folder: its {SETTINGS} holds no settings of a run."
+            )
         if not overwrite:
             _compare(out, before, settings)
     elif names - {SETTINGS + PARTIAL, LOCK}:
@@ -98,14 +112,18 @@ def _wait_for_settings(out: Path) -> None:
     end = time.monotonic() + PATIENCE
     while not (out / SETTINGS).exists():
         if time.monotonic() > end:
-            raise UserError(f"the first of this run's processes has not begun in {out} for {PATIENCE} seconds.")
+            raise UserError(
+                f"the first of this run's processes has not begun in {out} for {PATIENCE} seconds."
+            )
         time.sleep(0.05)
 
 
 def _compare(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     for name, old, new in differences(before, now):
         is_longer = name.rpartition(".")[2] == "max_steps"
-        further = ", and start from this model (pretrain --init, finetune --model)" if is_longer else ""
+        further = (
+            ", and start from this model (pretrain --init, finetune --model)" if is_longer else ""
+        )
         raise UserError(
             f"{out} holds a run with other settings ({' '.join(name.split())} was {old!r} and is now {new!r}); "
             f"give a new folder{further}, or --overwrite to replace it."
@@ -118,7 +136,10 @@ def training_of(folder: Path) -> dict[str, Any]:
     Returns:
         `seed`; if the model was fine-tuned on a task, also `train_length` (tokens) and `train_condition`.
     """
-    for run_folder in (folder.parent, folder):  # fine-tuning writes each phase to a folder inside the run's
+    for run_folder in (
+        folder.parent,
+        folder,
+    ):  # fine-tuning writes each phase to a folder inside the run's
         try:
             run = json.loads((run_folder / SETTINGS).read_text(encoding="utf-8"))
             return _training_in(run, folder.name)

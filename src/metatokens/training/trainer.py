@@ -28,7 +28,13 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
-from metatokens.checkpoint import load_model, make_adapter_portable, save_model, verify_manifest, write_manifest
+from metatokens.checkpoint import (
+    load_model,
+    make_adapter_portable,
+    save_model,
+    verify_manifest,
+    write_manifest,
+)
 from metatokens.decoder import cache_share_line, measure_cache_share
 from metatokens.errors import UserError, one_line
 from metatokens.files import DAMAGED, library_writes
@@ -49,13 +55,21 @@ from metatokens.training.positions import position_jumps
 from metatokens.training.probe import Probe
 
 # FSDP2, in the layers that the model names; the weights of a checkpoint are saved whole.
-FSDP = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
+FSDP = {
+    "version": 2,
+    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "state_dict_type": "FULL_STATE_DICT",
+}
 
 CHECKPOINTS = 2  # of a run; older ones are removed
 
-Figures = Mapping[str, tuple[float, int]]  # the latest value of each of FIGURES and tokens_per_second, and its step
+Figures = Mapping[
+    str, tuple[float, int]
+]  # the latest value of each of FIGURES and tokens_per_second, and its step
 FIGURES = ("loss", "learning_rate", "eval_loss", "eval_exact_match")
-Progress = Callable[[int, int, Figures], None]  # takes the steps done, the steps in all, and the figures
+Progress = Callable[
+    [int, int, Figures], None
+]  # takes the steps done, the steps in all, and the figures
 Collate = Callable[[list[Any]], dict[str, torch.Tensor]]
 
 
@@ -78,7 +92,9 @@ class MetaTokenTrainer(Trainer):
     @property
     def saves_delta(self) -> bool:
         """Whether checkpoints leave out the base of a retrofitted model, which is not trained."""
-        return isinstance(self.model, MetaModel) and not (self.settings.train_base or self.settings.fsdp)
+        return isinstance(self.model, MetaModel) and not (
+            self.settings.train_base or self.settings.fsdp
+        )
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """0: the Trainer would count the parameters anew at every step, for a figure that no file shows."""
@@ -96,7 +112,9 @@ class MetaTokenTrainer(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The schedule, over `decay_steps` if the settings have them, from `schedule_start` on."""
         start = self.schedule_start
-        schedule = super().create_scheduler(self.settings.decay_steps or num_training_steps, optimizer)
+        schedule = super().create_scheduler(
+            self.settings.decay_steps or num_training_steps, optimizer
+        )
         factors = [factor(start) for factor in schedule.lr_lambdas]
         rates = [rate * factor for rate, factor in zip(schedule.base_lrs, factors, strict=True)]
         schedule.load_state_dict(schedule.state_dict() | {"last_epoch": start, "_last_lr": rates})
@@ -108,7 +126,9 @@ class MetaTokenTrainer(Trainer):
         with library_writes(Path(self.args.output_dir).parent):
             super()._save_checkpoint(*args, **kwargs)
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
         folder = Path(output_dir or self.args.output_dir)
         if not self.saves_delta:
             super()._save(output_dir, state_dict)
@@ -157,20 +177,28 @@ class MetaTokenTrainer(Trainer):
         else:
             self._load_from_checkpoint(str(checkpoint))
 
-    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(
+        self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         """Compute a micro-batch's gradient; keep its loss for the message if training stops, and count all tokens."""
         self.tokens_read += inputs["input_ids"].numel() * process_count()
         self._loss = super().training_step(model, inputs, *args, **kwargs)
         return self._loss
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Any:
         """The loss of the next token; or, if the settings ask for it, the divergence from the base."""
         if self.settings.teacher is None:
-            return super().compute_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+            return super().compute_loss(
+                model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs
+            )
         total, count = divergence(model, self.model, inputs)
         if num_items_in_batch is None:
             return total / count
-        return total * process_count() / num_items_in_batch  # gradients are averaged over the processes
+        return (
+            total * process_count() / num_items_in_batch
+        )  # gradients are averaged over the processes
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         # The last chance before the update: a non-finite gradient would ruin the weights.
@@ -195,7 +223,9 @@ class RunCallback(TrainerCallback):
         self.last_log = (0.0, 0)  # its time, and the tokens read until then
         self.figures: dict[str, tuple[float, int]] = {}
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
+    ) -> None:
         """Start the clock."""
         self.last_log = time.monotonic(), self.trainer.tokens_read
 
@@ -206,18 +236,26 @@ class RunCallback(TrainerCallback):
             # By step. The Trainer sorts by modification time, and clocks may go backwards.
             rotate_checkpoints(args.output_dir, CHECKPOINTS)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Measure if a measurement is due. Report progress, unless this step is logged: then `on_log` reports it."""
         if self.probe is not None and state.global_step % self.probe.every == 0:
             model, is_logged = kwargs["model"].eval(), control.should_log
             self.trainer.log(self.probe.measure(model))  # to trackers too
             model.train()
-            control.should_log = is_logged  # that call has reset it, and the loss is still to be logged
+            # That call has reset it, and the loss is still to be logged.
+            control.should_log = is_logged
         if not control.should_log:
             self._report(state)
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, *_: Any, logs: dict[str, float], **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        *_: Any,
+        logs: dict[str, float],
+        **kwargs: Any,
     ) -> None:
         """Keep the figures; with a loss, measure the speed since the last one and report progress."""
         self.figures |= {name: (logs[name], state.global_step) for name in FIGURES if name in logs}
@@ -275,14 +313,18 @@ def train(
             not finite.
     """
     if settings.text_window is not None:
-        apply_text_window(model, settings.text_window, settings.text_sinks, settings.text_full_layers)
+        apply_text_window(
+            model, settings.text_window, settings.text_sinks, settings.text_full_layers
+        )
     _print_share_in_cache(model, dataset)
     model, tuned = _made_trainable(model, settings)
     _check_teacher(model, settings)
     checkpoints = out / "checkpoints"
     checkpoint = last_good_checkpoint(checkpoints)
     if settings.fsdp and checkpoint is not None and (checkpoint / DELTA_WEIGHTS).exists():
-        raise UserError(f"{checkpoint} lacks the base's weights, which FSDP needs: continue without training.fsdp.")
+        raise UserError(
+            f"{checkpoint} lacks the base's weights, which FSDP needs: continue without training.fsdp."
+        )
     trainer = MetaTokenTrainer(
         model=tuned,
         args=_arguments(settings, checkpoints, saves=bracket_weight is None),
@@ -301,7 +343,10 @@ def train(
         trainer.state = state
     else:
         micro_batches = settings.batch // settings.per_device_train_batch_size
-        with position_jumps(model, settings.position_jumps), bracket_loss(model, bracket_weight, micro_batches):
+        with (
+            position_jumps(model, settings.position_jumps),
+            bracket_loss(model, bracket_weight, micro_batches),
+        ):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     _save_run(trainer, tuned, out)
 
@@ -345,10 +390,14 @@ def _reading(checkpoint: str | Path | None) -> Iterator[None]:
     except UserError:
         raise
     except UnpicklingError as error:
-        raise UserError(f"the checkpoint {checkpoint} cannot be loaded: it has more than tensors in it.") from error
+        raise UserError(
+            f"the checkpoint {checkpoint} cannot be loaded: it has more than tensors in it."
+        ) from error
     except (EOFError, RuntimeError, SafetensorError, *DAMAGED) as error:
         reason = f"{type(error).__name__}: {one_line(error)}"
-        raise UserError(f"the checkpoint {checkpoint} cannot be loaded: a file in it is damaged ({reason}).") from error
+        raise UserError(
+            f"the checkpoint {checkpoint} cannot be loaded: a file in it is damaged ({reason})."
+        ) from error
 
 
 def _state_of(checkpoint: Path) -> TrainerState:
@@ -366,10 +415,17 @@ def _made_trainable(model: Any, settings: TrainingSettings) -> tuple[Any, Any]:
     """The model without its adapters, and what the Trainer gets: that model, or PEFT's wrapper with the adapters."""
     if settings.lora_rank and settings.fsdp:
         raise UserError("training.lora_rank does not go with training.fsdp; leave one of them out.")
-    if settings.keep_adapter and (getattr(model, "read_from", "") or model.name_or_path) in ("", UNSAVED):
-        raise UserError("training.keep_adapter needs a base that is on the disk as it is now: save the model first.")
+    if settings.keep_adapter and (getattr(model, "read_from", "") or model.name_or_path) in (
+        "",
+        UNSAVED,
+    ):
+        raise UserError(
+            "training.keep_adapter needs a base that is on the disk as it is now: save the model first."
+        )
     tuned = model
-    if hasattr(model, "get_base_model"):  # the adapters of an earlier training, which are trained further
+    if hasattr(
+        model, "get_base_model"
+    ):  # the adapters of an earlier training, which are trained further
         check_rank(tuned, settings.lora_rank)
         model = model.get_base_model()
         model.base_is_elsewhere = False

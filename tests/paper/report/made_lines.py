@@ -195,7 +195,9 @@ EXAMPLES = [
     ),
 ]
 EXAMPLES[1]["markers"] = EXAMPLES[1]["markers"][1:]  # the first is text
-COVERED_PROMPT = "Fruits: orange <u>peach\nQ: none _PAUSE_ pear\nQ: What is item 2 of Fruits? _PAUSE_"
+COVERED_PROMPT = (
+    "Fruits: orange <u>peach\nQ: none _PAUSE_ pear\nQ: What is item 2 of Fruits? _PAUSE_"
+)
 
 RUN: Line = {
     "command": "metatokens reproduce --preset demo",
@@ -249,13 +251,17 @@ def demo(folder: Path) -> Path:
         if task == "list_recall":
             results.append(accuracy(CHANCE[task], **tested, condition="decoy"))
     for model, value in zip(MODELS, (80, 79, 78, 77), strict=True):
-        results.append(accuracy(0.9, 9000, metric="token_accuracy", model=model, length=128, **plain))
+        results.append(
+            accuracy(0.9, 9000, metric="token_accuracy", model=model, length=128, **plain)
+        )
         results.append(perplexity(value, 2, model=model, recipe="demo"))
     results += [shortcut(0.52, "parity", length, recipe="demo") for length in (128, 512)]
     curves = []
     for rate, (model, task) in enumerate(product(MODELS, DEMO_TASKS)):
         for step in (50, 100, 500, 1000):
-            curves.append(loss(step, 2.3 * exp(-rate * step / 500), model=model, task=task, **plain))
+            curves.append(
+                loss(step, 2.3 * exp(-rate * step / 500), model=model, task=task, **plain)
+            )
     return write(folder, RUN, results=results, curves=curves, examples=EXAMPLES)
 
 
@@ -321,7 +327,9 @@ def _plain_results() -> list[Line]:
     """Two tasks, two train lengths and one to three seeds of each model."""
     results = []
     for model, seeds in {"gpt2": 2, "pause": 1, "twin": 3, "meta": 3}.items():
-        for seed, task, trained, length in product(range(seeds), ("list_recall", "parity"), (512, 128), GRID_LENGTHS):
+        for seed, task, trained, length in product(
+            range(seeds), ("list_recall", "parity"), (512, 128), GRID_LENGTHS
+        ):
             tested: Line = {
                 "model": model,
                 "task": task,
@@ -360,7 +368,9 @@ def _other_results() -> list[Line]:
     for kind, seed in product(("half-rate", "longer"), range(2)):
         results.append(accuracy(0.6 + seed / 10, **short, recipe=f"small/{kind}", seed=seed))
     for draw, scale in product(range(2), ("0.1", "1")):
-        results.append(accuracy(0.7, 100, length=128, intervention=f"noise:{scale}", noise_seed=draw))
+        results.append(
+            accuracy(0.7, 100, length=128, intervention=f"noise:{scale}", noise_seed=draw)
+        )
     for model, value in zip(MODELS, (80, 79, 78, 77), strict=True):
         results.append(accuracy(0.2, condition="landmark", model=model))
         results.append(accuracy(0.2, condition="decoy", model=model))
@@ -400,10 +410,14 @@ def _sharpness() -> list[Line]:
     lines: list[Line] = []
     quantiles = {"quantiles": [-2.0, -1.5, -0.5, 0.0, 0.5, 1.5, 2.0]}
     for seed, head in product(range(2), ({}, {"layer": 0, "head": 0}, {"layer": 0, "head": 1})):
-        for metric, module in product(("logit", "log_odds", "entropy"), ("attention", "second_attention")):
+        for metric, module in product(
+            ("logit", "log_odds", "entropy"), ("attention", "second_attention")
+        ):
             fields = {"module": module, "seed": seed} | quantiles | head
             lines.append(inner("sharpness", f"attention_{metric}_change", 1.5 - seed, **fields))
-        lines.append(inner("sharpness", "premise_holds", 0.3, module="attention", seed=seed, **head))
+        lines.append(
+            inner("sharpness", "premise_holds", 0.3, module="attention", seed=seed, **head)
+        )
     for seed, marker in product(range(2), ("context", "final")):
         for metric in (
             "output_top_logit_change",
@@ -424,14 +438,18 @@ def _similarity() -> list[Line]:
             "distance": distance,
             "seed": seed,
         }
-        lines.append(inner("residual", "similarity_centred", (0.6 - seed / 10) / distance, **fields))
+        lines.append(
+            inner("residual", "similarity_centred", (0.6 - seed / 10) / distance, **fields)
+        )
     for keys, layer in product(("itself", "earlier_meta", "near"), (None, 0)):
         for metric in ("attention_weight", "attention_weight_if_uniform"):
             lines.append(inner("residual", metric, 0.2, module="attention", keys=keys, layer=layer))
     for layer, position in product(range(3), range(10)):
         subject = "meta" if position in (4, 9) else "text"
         fields = {"layer": layer, "position": position, "subject": subject, "n": 1}
-        lines.append(inner("residual", "similarity_to_final_centred", position / 10, None, **fields))
+        lines.append(
+            inner("residual", "similarity_to_final_centred", position / 10, None, **fields)
+        )
     return lines
 
 
@@ -449,5 +467,7 @@ def _rate_distortion() -> list[Line]:
         for subject, beta, fit in product(("meta", "text"), (0.1, 0.5, 0.8), range(2)):
             fields = measured | {"subject": subject, "beta": beta, "fit_seed": fit}
             lines.append(inner("rate_distortion", "rate", 5 * (1 - beta), None, **fields))
-            lines.append(inner("rate_distortion", "distortion", 1 + beta + fit / 10, None, **fields))
+            lines.append(
+                inner("rate_distortion", "distortion", 1 + beta + fit / 10, None, **fields)
+            )
     return lines

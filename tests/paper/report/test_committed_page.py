@@ -20,8 +20,13 @@ from tests.paper.report.pages import table
 ROOT = Path(__file__).parents[3]
 LINES = ROOT / "results" / "small"
 PAGE = LINES / "report" / "report.md"
-SPEEDS = [ROOT / "benchmarks" / "results" / f"{name}.jsonl" for name in ("decode_1", "decode_8", "prefill")]
-PAPER = json.loads((ROOT / "src/metatokens/paper/report/paper_numbers.json").read_text(encoding="utf-8"))
+SPEEDS = [
+    ROOT / "benchmarks" / "results" / f"{name}.jsonl"
+    for name in ("decode_1", "decode_8", "prefill")
+]
+PAPER = json.loads(
+    (ROOT / "src/metatokens/paper/report/paper_numbers.json").read_text(encoding="utf-8")
+)
 POSITIONS = {
     "rotary positions": "rope",
     "learned positions": "learned",
@@ -123,7 +128,9 @@ def test_every_accuracy_is_recomputed_from_the_lines(task):
         if f"\n**{name}" not in page:
             continue
         measured = {
-            setting: seeds for setting, seeds in accuracies(task).items() if (setting.condition == "paper") == is_main
+            setting: seeds
+            for setting, seeds in accuracies(task).items()
+            if (setting.condition == "paper") == is_main
         }
         most_seeds = max(len(seeds) for seeds in measured.values())
         for row, cells in table(page, name).items():

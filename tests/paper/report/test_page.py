@@ -120,13 +120,18 @@ def test_a_claim_shows_its_effect_means_runs_and_what_was_left_out(read):
     assert effect.startswith("+25.0 points (")
     assert settings == "512 \u2192 512; left out (both exceed 98 %): 512 \u2192 128"
     title = overview.title(result)
-    assert title.startswith("\u25cb Main claim: 1. meta beats gpt2 up to 512 tokens: inconclusive, +25.0")
+    assert title.startswith(
+        "\u25cb Main claim: 1. meta beats gpt2 up to 512 tokens: inconclusive, +25.0"
+    )
 
 
 def test_amounts():
     assert overview.amount(Effect(0.112, 0.04, 0.184), "points") == "+11.2 points (+4.0 to +18.4)"
     assert overview.amount(Effect(-0.5), "nats") == "\u22120.50 nats"
-    assert overview.amount(Effect(-log(0.8), -log(0.9), -log(0.5)), "steps") == "20 % fewer steps (10 to 50)"
+    assert (
+        overview.amount(Effect(-log(0.8), -log(0.9), -log(0.5)), "steps")
+        == "20 % fewer steps (10 to 50)"
+    )
     assert overview.amount(Effect(), "points") == "\u2013"
 
 
@@ -136,7 +141,10 @@ def test_a_command_names_the_preset_and_the_stages(judged):
     of_small = overview.command(result, "small")
     of_demo = overview.command(result, "demo")
 
-    assert of_small == "metatokens reproduce --preset small --only figure1 --corpus TEXT --book BOOK --out DIR"
+    assert (
+        of_small
+        == "metatokens reproduce --preset small --only figure1 --corpus TEXT --book BOOK --out DIR"
+    )
     assert of_demo == "metatokens reproduce --preset demo --out DIR"
     assert overview.command(result, None) == ""
     assert overview.command(result, "<script>") == ""
@@ -212,11 +220,15 @@ def test_the_demos_page_says_what_was_seen_and_links_to_the_looks(tmp_path):
     assert "](../looks/list_recall.html)" in page.split("## Examples")[1]
     assert "forest" not in page
     assert "one run does not show what is luck" in page
-    assert 'href="../looks/list_recall.html"' in (run / "report" / "index.html").read_text(encoding="utf-8")
+    assert 'href="../looks/list_recall.html"' in (run / "report" / "index.html").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_a_shortcut_that_is_always_right_takes_a_task_out_of_what_was_learned(read):
-    learned_by_all = read([accuracy(1.0), accuracy(1.0, model="gpt2"), shortcut(1.0, "list_recall", 512)])
+    learned_by_all = read(
+        [accuracy(1.0), accuracy(1.0, model="gpt2"), shortcut(1.0, "list_recall", 512)]
+    )
     below_a_shortcut = accuracy(0.12, task="parity")
     above_it = accuracy(0.9, task="parity", model="gpt2")
     learned_by_one = read([below_a_shortcut, above_it, shortcut(0.2, "parity", 512)])

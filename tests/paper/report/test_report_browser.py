@@ -95,7 +95,9 @@ class Handler(SimpleHTTPRequestHandler):
 
 def look(chromium, folder, *sights):
     """Open pages of a folder in a browser, each on a screen of some size."""
-    (folder / "probe.html").write_text(PROBE.replace("SIGHTS", json.dumps(sights)), encoding="utf-8")
+    (folder / "probe.html").write_text(
+        PROBE.replace("SIGHTS", json.dumps(sights)), encoding="utf-8"
+    )
     flags = (
         "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
         "--disable-component-update --disable-sync --disable-dev-shm-usage --no-proxy-server "
@@ -152,7 +154,9 @@ def screens(seen):
 
 
 def test_every_image_loads_and_a_phone_gets_pictures_of_its_own(seen):
-    demo_on_phone, demo_on_desk, grid_on_phone, grid_on_desk, _ = (screen["images"] for screen in seen.screens)
+    demo_on_phone, demo_on_desk, grid_on_phone, grid_on_desk, _ = (
+        screen["images"] for screen in seen.screens
+    )
 
     assert (len(demo_on_phone), len(demo_on_desk)) == (3, 3)
     assert (len(grid_on_phone), len(grid_on_desk)) == (8, 8)

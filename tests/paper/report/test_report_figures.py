@@ -101,7 +101,9 @@ def test_accuracy_by_length_is_the_mean_of_the_runs_next_to_the_papers(grid_inpu
     drawn = heights(panels(figures.by_length(Tables(grid_inputs)))["List recall"])
 
     mean_seed = (0 + 1 + 2) / 3  # each seed takes two points off
-    expected = [100 * skilled("meta", "list_recall", length, 512) - 2 * mean_seed for length in GRID_LENGTHS]
+    expected = [
+        100 * skilled("meta", "list_recall", length, 512) - 2 * mean_seed for length in GRID_LENGTHS
+    ]
     assert drawn["meta"] == pytest.approx(expected)
     assert drawn["the paper's meta"] == [100.0, 99.3, 58.9]
     assert drawn["the paper's gpt2, learned positions"][:2] == [19.8, 3.6]
@@ -112,7 +114,9 @@ def test_the_forest_has_the_interval_of_every_claim(width, judged):
     expected_intervals, expected_points, expected_arrows = [], [], 0
     for result in judged:
         scale = 100 if result.claim.unit == "points" else 5 / result.claim.smallest
-        low, high, value = (scale * end for end in (result.effect.low, result.effect.high, result.effect.value))
+        low, high, value = (
+            scale * end for end in (result.effect.low, result.effect.high, result.effect.value)
+        )
         expected_intervals.append([max(-EDGE, min(EDGE, low)), max(-EDGE, min(EDGE, high))])
         expected_points.append(max(-EDGE, min(EDGE, value)))
         expected_arrows += (abs(low) > EDGE) + (abs(high) > EDGE)

@@ -91,7 +91,9 @@ def test_logarithms_are_shown_raised():
 
 def test_how_soon_counts_runs_that_do_not_learn(read):
     learns = [recall(step, exact, seed=0) for step, exact in ((100, 0.5), (200, 0.95), (300, 0.95))]
-    falls_back = [recall(step, exact, seed=1) for step, exact in ((100, 0.5), (200, 0.95), (300, 0.8))]
+    falls_back = [
+        recall(step, exact, seed=1) for step, exact in ((100, 0.5), (200, 0.95), (300, 0.8))
+    ]
 
     [(label, shown)] = Tables(read([accuracy(0.5)], curves=learns + falls_back)).sooner().rows
 

@@ -39,10 +39,16 @@ def asked_covered(tables: Tables) -> dict[str, list[Asked]]:
     for task, main in tables.tasks.items():
         in_sight = _by_model(tables, main, "")
         covered = _by_model(tables, {**main, "model": [*in_sight]}, ALONE)
-        kv_kept = tables.inputs.measured(**{**main, "intervention": ALONE}).groupby("model")["kv_kept"].mean()
+        kv_kept = (
+            tables.inputs.measured(**{**main, "intervention": ALONE})
+            .groupby("model")["kv_kept"]
+            .mean()
+        )
         models = sorted(covered, key=order, reverse=True)
         if models:
-            asked_by_task[task] = [Asked(model, in_sight[model], covered[model], kv_kept[model]) for model in models]
+            asked_by_task[task] = [
+                Asked(model, in_sight[model], covered[model], kv_kept[model]) for model in models
+            ]
     return asked_by_task
 
 
@@ -61,11 +67,17 @@ def counts(asked: Sequence[Asked]) -> str:
 def shown_example(tables: Tables, task: str) -> ExampleRecord | None:
     """The task's example; none if it has no question, or if there are several, as of different runs."""
     examples = tables.inputs.read.examples
-    prompts = {example.prompt: example for example in examples if example.task == task and OPENING in example.prompt}
+    prompts = {
+        example.prompt: example
+        for example in examples
+        if example.task == task and OPENING in example.prompt
+    }
     return next(iter(prompts.values())) if len(prompts) == 1 else None
 
 
-def answers(tables: Tables, example: ExampleRecord, *, is_covered: bool) -> dict[str, tuple[str, bool]]:
+def answers(
+    tables: Tables, example: ExampleRecord, *, is_covered: bool
+) -> dict[str, tuple[str, bool]]:
     """What each model answered to the example, in visible characters, and whether that is right; `meta` first."""
     intervention = ALONE if is_covered else None
     answers_by_model = {
@@ -89,7 +101,9 @@ def pieces(example: ExampleRecord, *, is_covered: bool = False) -> list[tuple[st
     plain = [(text, "kbd" if is_meta else "") for text, is_meta in example.pieces()]
     if not is_covered:
         return plain
-    questions = [index for index, (text, element) in enumerate(plain) if not element and OPENING in text]
+    questions = [
+        index for index, (text, element) in enumerate(plain) if not element and OPENING in text
+    ]
     question = questions[-1]
     document, opening, rest = plain[question][0].rpartition(OPENING)
     before = [*plain[:question], (document, "")]

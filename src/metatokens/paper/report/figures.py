@@ -113,7 +113,9 @@ def forest_plot(results: Sequence[ClaimResult], width: float = PAGE) -> Figure:
             _draw_claim(axes, row, row.result, is_wide)
     _scale_in_points(axes)
     figure.legend(
-        handles=[_key(verdict, *look) for verdict, look in (MARKERS | {"inconclusive": OPEN}).items()],
+        handles=[
+            _key(verdict, *look) for verdict, look in (MARKERS | {"inconclusive": OPEN}).items()
+        ],
         loc="upper left",
         ncols=4 if is_wide else 2,
         frameon=False,
@@ -168,7 +170,9 @@ def _draw_claim(axes: Axes, row: _ForestRow, result: ClaimResult, is_wide: bool)
 
 def _draw_zone(axes: Axes, top: float, bottom: float) -> None:
     """The differences that are smaller than the smallest effect of interest."""
-    axes.fill_between([-100 * _SHORT, 100 * _SHORT], top, bottom, color=RULE, alpha=0.7, linewidth=0)
+    axes.fill_between(
+        [-100 * _SHORT, 100 * _SHORT], top, bottom, color=RULE, alpha=0.7, linewidth=0
+    )
     axes.vlines(0, top, bottom, color=GREY, linewidth=0.8)
 
 
@@ -192,7 +196,9 @@ def _draw_effect(axes: Axes, result: ClaimResult, y: float) -> None:
     scale = 100.0 if claim.unit == "points" else 100 * _SHORT / claim.smallest
     ends = scale * effect.low, scale * effect.high
     width, size = (1.8, 7) if claim.primary else (1.2, 5.5)
-    axes.plot(np.clip(ends, -LIMIT, LIMIT), [y, y], color=colour, linewidth=width, solid_capstyle="butt")
+    axes.plot(
+        np.clip(ends, -LIMIT, LIMIT), [y, y], color=colour, linewidth=width, solid_capstyle="butt"
+    )
     for end, arrow in zip(ends, "\u25c2\u25b8", strict=True):
         if abs(end) > LIMIT:
             axes.text(
@@ -255,7 +261,11 @@ def by_length(tables: Tables, width: float = PAGE) -> Figure:
 
 
 def _draw_by_length(tables: Tables, task: str, axes: Axes) -> None:
-    selection = {key: value for key, value in tables.tasks[task].items() if key not in ("length", "train_length")}
+    selection = {
+        key: value
+        for key, value in tables.tasks[task].items()
+        if key not in ("length", "train_length")
+    }
     accuracies = tables.inputs.select(**selection).dropna(subset=["value", "length"])
     train_length = accuracies["train_length"].max()
     accuracies = trained_to(accuracies, train_length)
@@ -291,7 +301,9 @@ def _draw_papers(axes: Axes, table: int, train_length: float, lengths: Sequence[
     }
     for (model, positions), label in labels.items():
         setting = {"model": model, "position_embedding": positions, "train_length": train_length}
-        values = np.array([paper_table(table).at(**setting, length=length) for length in lengths], float)
+        values = np.array(
+            [paper_table(table).at(**setting, length=length) for length in lengths], float
+        )
         if not np.isnan(values).all():
             axes.plot(lengths, values, label=label, **line(PAPERS[model]))
 
@@ -321,12 +333,16 @@ def _draw_covered(asked: Sequence[Asked], axes: Axes) -> None:
             color=colour,
             alpha=1.0,
         )
-    shortcut, guessing = asked[0].in_sight.floors  # of the same prompts in all bars; a line at NaN is not drawn
+    shortcut, guessing = asked[
+        0
+    ].in_sight.floors  # of the same prompts in all bars; a line at NaN is not drawn
     for floor, label, dashes in (
         (shortcut, "best shortcut", (1, 2)),
         (guessing, "guessing", (4, 2)),
     ):
-        axes.axvline(100 * floor, color=GREY, linewidth=1.1, linestyle=(0, dashes), label=label, zorder=3)
+        axes.axvline(
+            100 * floor, color=GREY, linewidth=1.1, linestyle=(0, dashes), label=label, zorder=3
+        )
     axes.set(xlim=(0, 101), ylim=(2 * len(asked) - 0.6, -1.0), yticks=[], xlabel="exactly right, %")
     axes.set_xticks(range(0, 101, 25))
 
@@ -350,7 +366,9 @@ def _draw_bar(axes: Axes, row: int, cell: Cell, label: str, **look: Any) -> None
 def held(inputs: Inputs, width: float = PAGE) -> Figure:
     """Facts recalled through landmarks alone, by the share of keys and values that is kept: a line for each model."""
     facts = [*WORDS["facts"]]
-    accuracies = inputs.select(intervention=ALONE, condition=facts, train_condition=facts, variant=facts)
+    accuracies = inputs.select(
+        intervention=ALONE, condition=facts, train_condition=facts, variant=facts
+    )
     styles = palette(in_order(accuracies["model"]))
 
     def draw(axes: Axes) -> None:
@@ -360,7 +378,9 @@ def held(inputs: Inputs, width: float = PAGE) -> Figure:
             _draw_means(axes, model, dict(sorted(cells.items())), style)
         _scale_in_percent(axes, xlabel="keys and values kept, %", ylabel="exactly right, %")
 
-    return small_multiples({"Facts recalled through landmarks alone": draw} if styles else {}, styles, width)
+    return small_multiples(
+        {"Facts recalled through landmarks alone": draw} if styles else {}, styles, width
+    )
 
 
 # --- Training curves
@@ -377,7 +397,9 @@ def learning(inputs: Inputs, width: float = PAGE) -> Figure:
 
     def draw(task: str, axes: Axes) -> None:
         for label in in_order(curves[task]):
-            accuracies = pd.concat(curves[task][label], axis=1).dropna()  # (steps that every run has, runs)
+            accuracies = pd.concat(
+                curves[task][label], axis=1
+            ).dropna()  # (steps that every run has, runs)
             cells = {step: Cell(dict(enumerate(runs))) for step, *runs in accuracies.itertuples()}
             _draw_means(axes, label, cells, styles[label], **_few_markers(cells))
         by_step(axes, "exactly right, %")
@@ -403,7 +425,9 @@ def losses(inputs: Inputs, width: float = PAGE) -> Figure:
         for model in in_order(of_task["model"]):
             means = of_task[of_task["model"] == model].groupby("step")["loss"].mean()
             smooth = means.rolling(5, min_periods=1).mean()
-            axes.plot(smooth.index, smooth, label=model, **line(styles[model], **_few_markers(smooth)))
+            axes.plot(
+                smooth.index, smooth, label=model, **line(styles[model], **_few_markers(smooth))
+            )
         if task and (of_task["loss"] > 0).any():
             axes.set_yscale("log", nonpositive="clip")
             axes.yaxis.set_major_formatter("{x:g}")
@@ -445,7 +469,9 @@ def _draw_changes(cells: Mapping[str, Cell], axes: Axes) -> None:
 def similarity(inputs: Inputs, width: float = PAGE) -> Figure:
     """Figure 2, right: centred cosine with the text tokens before, by distance."""
     rows = models(inputs, metric="similarity_centred", marker="context")
-    panels = {label: partial(_draw_similarity, inputs.select(**fields)) for label, fields in rows.items()}
+    panels = {
+        label: partial(_draw_similarity, inputs.select(**fields)) for label, fields in rows.items()
+    }
     return small_multiples(panels, (), width, across=3)
 
 
@@ -466,7 +492,9 @@ def _draw_similarity(cosines: pd.DataFrame, axes: Axes) -> None:
 
 def heat_map(inputs: Inputs, width: float = PAGE) -> Figure:
     """Figure 3, left: the likeness of each state to the last meta-token's, in one prompt of the first run of meta."""
-    cosines = inputs.select(metric="similarity_to_final_centred", model="meta", position_embedding="rope")
+    cosines = inputs.select(
+        metric="similarity_to_final_centred", model="meta", position_embedding="rope"
+    )
     of_first_run = cosines[cosines["seed"] == cosines["seed"].min()]
     title = "Cosine with the final meta-token's state, centred: rope"
     panels = {title: partial(_draw_map, of_first_run)} if len(cosines) else {}
@@ -513,7 +541,9 @@ def _draw_distortions(measured: pd.DataFrame, axes: Axes) -> None:
         subjects = ["", fields["subject"]]  # an entropy of answers has no subject
         curves = distortion_curves(select(measured, model=model, **fields | {"subject": subjects}))
         if curves:
-            means = np.mean([distortions_at(curve, _DRAWN_RATES) for curve in curves.values()], axis=0)
+            means = np.mean(
+                [distortions_at(curve, _DRAWN_RATES) for curve in curves.values()], axis=0
+            )
             axes.plot(
                 _DRAWN_RATES,
                 means,

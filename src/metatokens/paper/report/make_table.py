@@ -38,7 +38,9 @@ Row = tuple[Text, ...]
 
 SHORTCUT = "best shortcut"
 POSITIONS: dict[str, str] = WORDS["positions"]
-_FIGURE = re.compile(r"[+\u2212]?\d[^\u2192]*$|\u2013|$")  # a cell of a column of figures; settings have arrows
+_FIGURE = re.compile(
+    r"[+\u2212]?\d[^\u2192]*$|\u2013|$"
+)  # a cell of a column of figures; settings have arrows
 _PROMPTS = ("task", "condition", "length")  # whose shortcuts are measured
 # The fields in which two figures of one model may differ, and the words for them in the label of a row.
 _APART = {
@@ -120,7 +122,9 @@ class Cell:
             return cls()
         seeds = measured["seed"].to_numpy(int)
         values = measured[["value", "low", "high"]].to_numpy(float)
-        means = {int(seed): values[seeds == seed].mean(axis=0).tolist() for seed in np.unique(seeds)}
+        means = {
+            int(seed): values[seeds == seed].mean(axis=0).tolist() for seed in np.unique(seeds)
+        }
         _, low, high = next(iter(means.values()))
         shortcut, chance = measured[["shortcut", "chance"]].iloc[0].tolist()
         return cls(
@@ -209,16 +213,24 @@ def make_table(
         return lines[0] if len(lines) == 1 else tuple(lines)
 
     header = [corner, *columns]
-    body: list[list[Text]] = [[row.label, *map(text, row.cells, row.selections)] for row in measured]
+    body: list[list[Text]] = [
+        [row.label, *map(text, row.cells, row.selections)] for row in measured
+    ]
     if form.chance and measured:
         _add_floors(header, body, measured, form)
     return Table(title, tuple(header), list(map(tuple, body)), _note(form, cells))
 
 
-def _measured_rows(inputs: Inputs, rows: Mapping[str, Fields], columns: Mapping[str, Fields]) -> list[_MeasuredRow]:
+def _measured_rows(
+    inputs: Inputs, rows: Mapping[str, Fields], columns: Mapping[str, Fields]
+) -> list[_MeasuredRow]:
     """The rows; their figures are looked for among those that have what all selections have in common."""
-    selections = {label: [{**row, **column} for column in columns.values()] for label, row in rows.items()}
-    common = _common_fields([{"metric": "exact_match", **cell} for cell in chain.from_iterable(selections.values())])
+    selections = {
+        label: [{**row, **column} for column in columns.values()] for label, row in rows.items()
+    }
+    common = _common_fields(
+        [{"metric": "exact_match", **cell} for cell in chain.from_iterable(selections.values())]
+    )
     candidates = replace(inputs, figures=select(inputs.figures, **common))
     measured = []
     for label, of_row in selections.items():
@@ -238,7 +250,9 @@ def _common_fields(selections: Sequence[Fields]) -> Fields:
     return common
 
 
-def _add_floors(header: list[str], body: list[list[Text]], rows: Sequence[_MeasuredRow], form: Form) -> None:
+def _add_floors(
+    header: list[str], body: list[list[Text]], rows: Sequence[_MeasuredRow], form: Form
+) -> None:
     """Add the scores of the best shortcut and of chance: columns if all cells of a row have the same prompts, or rows
     if all cells of a column do.
     """

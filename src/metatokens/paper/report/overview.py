@@ -107,7 +107,11 @@ def _compared(tables: Tables) -> str:
         return "No accuracy was measured."
     accuracies = select(tables.inputs.figures, metric="exact_match", intervention="")
     names = in_order(accuracies["model"])
-    parameters = {model: info.parameters for run in tables.inputs.read.runs for model, info in run.models.items()}
+    parameters = {
+        model: info.parameters
+        for run in tables.inputs.read.runs
+        for model, info in run.models.items()
+    }
     sizes = [f"{size / 1e6:.2f}" for size in map(parameters.get, names) if size]
     of_size = f" ({listed(sizes)} million parameters)" if len(sizes) == len(names) else ""
     runs = accuracies.groupby("model")["seed"].nunique().max()
@@ -124,16 +128,24 @@ def _learned(tables: Tables) -> str:
     for task, main in tables.tasks.items():
         tasks_by_words.setdefault(_above_shortcut(tables, main), []).append(name(task).lower())
     easy = tasks_by_words.pop("", [])
-    said = [f"{words} above the best shortcut in {listed(tasks)}" for words, tasks in sorted(tasks_by_words.items())]
+    said = [
+        f"{words} above the best shortcut in {listed(tasks)}"
+        for words, tasks in sorted(tasks_by_words.items())
+    ]
     if easy:
-        said.append(f"in {listed(easy)} a shortcut is always right, so that accuracy does not show what was learned")
+        said.append(
+            f"in {listed(easy)} a shortcut is always right, so that accuracy does not show what was learned"
+        )
     lengths = listed(sorted({number(main["length"]) for main in tables.tasks.values()}))
     return f"At {lengths} tokens, {'; '.join(said)}."
 
 
 def _above_shortcut(tables: Tables, main: Fields) -> str:
     """Which models are above the best shortcut: `only twin and meta are`; empty if it is always right."""
-    cells = {model: Cell.of(figures) for model, figures in tables.inputs.measured(**main).groupby("model")}
+    cells = {
+        model: Cell.of(figures)
+        for model, figures in tables.inputs.measured(**main).groupby("model")
+    }
     floor = np.nan_to_num([cell.floors for cell in cells.values()]).max()
     above = in_order(model for model, cell in cells.items() if cell.estimate()[1] > floor)
     if floor >= ALWAYS_RIGHT:
@@ -152,13 +164,17 @@ def _be(count: int) -> str:
 
 def numbered(result: ClaimResult) -> str:
     """A claim's text; one of the paper has its number."""
-    return f"{result.claim.number}. {result.claim.text}" if result.claim.number else result.claim.text
+    return (
+        f"{result.claim.number}. {result.claim.text}" if result.claim.number else result.claim.text
+    )
 
 
 def title(result: ClaimResult) -> str:
     """A claim with its verdict and its effect, on one line."""
     main = "Main claim: " if result.claim.primary else ""
-    return f"{MARKS[result.verdict]} {main}{numbered(result)}: {result.verdict}, {effect_text(result)}"
+    return (
+        f"{MARKS[result.verdict]} {main}{numbered(result)}: {result.verdict}, {effect_text(result)}"
+    )
 
 
 def sides(claim: Claim) -> str:
@@ -182,13 +198,17 @@ def command(result: ClaimResult, preset: str | None) -> str:
     if preset not in PRESETS:
         return ""
     only = f" --only {result.claim.only}" if preset in GRIDS else ""
-    texts = " --corpus TEXT --book BOOK" if preset == "small" else ""  # its own corpus is for trying it out
+    texts = (
+        " --corpus TEXT --book BOOK" if preset == "small" else ""
+    )  # its own corpus is for trying it out
     return f"metatokens reproduce --preset {preset}{only}{texts} --out DIR"
 
 
 def evidence(result: ClaimResult) -> Table:
     """A row for each stratum of a claim: its effect, the means compared, the number of runs and the settings."""
-    rows = [_evidence_row(result.claim, stratum, rule.effect([stratum])) for stratum in result.strata]
+    rows = [
+        _evidence_row(result.claim, stratum, rule.effect([stratum])) for stratum in result.strata
+    ]
     rows += [_evidence_row(result.claim, stratum, Effect()) for stratum in result.empty_strata]
     return Table("", ("", "effect (95 % interval)", "means compared", "runs", "settings"), rows)
 
@@ -219,7 +239,9 @@ def _means(claim: Claim, stratum: MeasuredStratum) -> str:
     if claim.unit == "steps":
         return ", ".join(number(math.exp(average)) for average in averages)
     scale, digits, _ = _UNITS[claim.unit]
-    shown = [math.exp(average) if claim.unit == "percent" else scale * average for average in averages]
+    shown = [
+        math.exp(average) if claim.unit == "percent" else scale * average for average in averages
+    ]
     return ", ".join(number(value, digits) for value in shown)
 
 
@@ -229,7 +251,9 @@ def _settings(stratum: MeasuredStratum) -> str:
     for setting in stratum.settings:
         by_reason.setdefault(setting.left_out, []).append(_setting(setting, stratum))
     counted = ", ".join(by_reason.pop(""))
-    left_out = [f"left out ({reason}): {', '.join(settings)}" for reason, settings in by_reason.items()]
+    left_out = [
+        f"left out ({reason}): {', '.join(settings)}" for reason, settings in by_reason.items()
+    ]
     return "; ".join(filter(None, [counted, *left_out])) or "all"
 
 

@@ -43,7 +43,9 @@ Pictures = dict[str, tuple[bytes, bytes]]
 """By name, for a page and for a phone."""
 
 
-def write_report(paths: Sequence[Path], out: Path, say: Callable[[str], None] = lambda text: None) -> Path:
+def write_report(
+    paths: Sequence[Path], out: Path, say: Callable[[str], None] = lambda text: None
+) -> Path:
     """Write `index.html`, `tables.html`, `report.md`, `tables.md` and `figures/*.png`; equal inputs give equal bytes.
 
     Args:
@@ -65,7 +67,9 @@ def write_report(paths: Sequence[Path], out: Path, say: Callable[[str], None] = 
     texts = _markdown(inputs, out, pictures)
     pages = {out / _PAGES[page]: _html(text, pictures).encode() for page, text in texts.items()}
     pages |= {out / page: text.encode() for page, text in texts.items()}
-    drawn = {out / "figures" / f"{picture}.png": for_page for picture, (for_page, _) in pictures.items()}
+    drawn = {
+        out / "figures" / f"{picture}.png": for_page for picture, (for_page, _) in pictures.items()
+    }
     _refuse_to_replace(pages, drawn)
     try:
         (out / "figures").mkdir(parents=True, exist_ok=True)
@@ -83,7 +87,9 @@ def _refuse_to_replace(pages: Iterable[Path], pictures: Iterable[Path]) -> None:
     if not existing:
         foreign += [picture for picture in pictures if picture.exists()]
     if foreign:
-        raise UserError(f"{foreign[0]} belongs to no report; choose another folder for --out, or remove it.")
+        raise UserError(
+            f"{foreign[0]} belongs to no report; choose another folder for --out, or remove it."
+        )
 
 
 # --- The Markdown
@@ -145,7 +151,10 @@ def _content(inputs: Inputs) -> dict[str, Any]:
         "speeds": SPEEDS,
         "papers_ratio": papers_ratio,
         "machines": sorted(
-            {f"{timing.device}, {timing.threads} threads, {timing.dtype}" for timing in inputs.read.timings}
+            {
+                f"{timing.device}, {timing.threads} threads, {timing.dtype}"
+                for timing in inputs.read.timings
+            }
         ),
     }
 
@@ -211,7 +220,11 @@ def _html(markdown: str, pictures: Pictures) -> str:
     ]
     title = next(_text(token) for token in tokens if token.type == "inline")
     body = Markup(parser.renderer.render(tokens, parser.options, pictures))
-    return _environment().get_template("page.html.j2").render(title=title, headings=headings, body=body)
+    return (
+        _environment()
+        .get_template("page.html.j2")
+        .render(title=title, headings=headings, body=body)
+    )
 
 
 def _text(heading: Token) -> str:

@@ -45,5 +45,11 @@ class PaperTable(BaseModel):
 @cache
 def paper_table(number: int) -> PaperTable:
     """The paper's table of that number."""
-    text = files("metatokens.paper.report").joinpath("paper_numbers.json").read_text(encoding="utf-8")
-    return next(PaperTable.model_validate(table) for table in json.loads(text)["tables"] if table["table"] == number)
+    text = (
+        files("metatokens.paper.report").joinpath("paper_numbers.json").read_text(encoding="utf-8")
+    )
+    return next(
+        PaperTable.model_validate(table)
+        for table in json.loads(text)["tables"]
+        if table["table"] == number
+    )

@@ -64,7 +64,10 @@ class Tables:
     def tasks(self) -> dict[str, Fields]:
         """The tasks, each with the fields of its main figures: how the models were trained, on prompts of that kind."""
         accuracies = self._accuracies()
-        return {task: _main_fields(accuracies[accuracies["task"] == task]) for task in in_order(accuracies["task"])}
+        return {
+            task: _main_fields(accuracies[accuracies["task"] == task])
+            for task in in_order(accuracies["task"])
+        }
 
     @cached_property
     def variants(self) -> list[tuple[str, str]]:
@@ -101,11 +104,17 @@ class Tables:
         main = self.tasks[task]
         alike = _without(main, "condition", "train_condition", "length", "variant", "metric")
         accuracies = self._accuracies(**alike, variant=["", "landmark"])
-        is_trained_as_main = (accuracies["variant"] == "") & (accuracies["train_condition"] == main["train_condition"])
+        is_trained_as_main = (accuracies["variant"] == "") & (
+            accuracies["train_condition"] == main["train_condition"]
+        )
         is_main_condition = accuracies["condition"] == main["condition"]
-        is_other = np.where(is_trained_as_main, ~is_main_condition, accuracies["condition"] == "landmark")
+        is_other = np.where(
+            is_trained_as_main, ~is_main_condition, accuracies["condition"] == "landmark"
+        )
         others: dict[tuple[str, str], Fields] = {}
-        for fields in _distinct(accuracies[is_other], "variant", "condition", "train_condition", "length"):
+        for fields in _distinct(
+            accuracies[is_other], "variant", "condition", "train_condition", "length"
+        ):
             key = fields["variant"], fields["condition"]
             if key not in others or fields["condition"] == "long_prompt":
                 others[key] = fields
@@ -113,7 +122,9 @@ class Tables:
 
     def by_length(self, task: str, form: Form = PERCENT) -> Table:
         """Tables 7 to 10, Figure 1: each model by the length of its prompts; the paper's figure below ours."""
-        selection = _without(self.tasks[task], "metric", "position_embedding", "train_length", "length")
+        selection = _without(
+            self.tasks[task], "metric", "position_embedding", "train_length", "length"
+        )
         papers = _papers(PAPER_TABLES["by_length"].get(task)) if form == PERCENT else _papers()
         return self._by(selection, name(task), ["length"], form, below=papers)
 
@@ -130,9 +141,13 @@ class Tables:
             "train_condition": trained,
             "condition": conditions,
         }
-        return self._by(selection, f"{name(task)}, {variant or 'other prompts'}", ["condition", "length"], form)
+        return self._by(
+            selection, f"{name(task)}, {variant or 'other prompts'}", ["condition", "length"], form
+        )
 
-    def _by(self, selection: Fields, title: str, keys: list[str], form: Form, **options: Any) -> Table:
+    def _by(
+        self, selection: Fields, title: str, keys: list[str], form: Form, **options: Any
+    ) -> Table:
         """A row for each model with these fields, a column for each combination of keys that was measured."""
         metric = "token_accuracy" if form == TOKENS_RIGHT else "exact_match"
         selection = {**selection, "metric": metric}
@@ -165,7 +180,9 @@ class Tables:
             return lines + papers(fields)
 
         rows = models(self.inputs, **selection)
-        return self._table(name(task), "model", rows, self._columns(selection, "length"), below=below)
+        return self._table(
+            name(task), "model", rows, self._columns(selection, "length"), below=below
+        )
 
     def ablations(self, task: str, every: bool = False) -> Table:
         """Tables 2 and 11 to 17: what is taken from the meta-tokens, or noise on positions; the paper's below ours.
@@ -175,7 +192,10 @@ class Tables:
         interventions = [kind for kind in self._any("intervention") if kind not in ("", ALONE)]
         selection = {"metric": "exact_match", "task": task, "intervention": interventions}
         measured = self.inputs.measured(**selection)
-        columns = {_intervention(kind): {"intervention": kind} for kind in ["", *in_order(measured["intervention"])]}
+        columns = {
+            _intervention(kind): {"intervention": kind}
+            for kind in ["", *in_order(measured["intervention"])]
+        }
         rows: Selections = {}
         for lengths in _distinct(measured, "train_length", "length"):
             if not every and lengths["length"] != lengths["train_length"]:
@@ -196,7 +216,9 @@ class Tables:
         """How much is recalled through landmarks alone; with all text in sight, where a model was tested so too."""
         measured = self._accuracies(variant=self._any("variant"), intervention=ALONE)
         rows: Selections = {}
-        for fields in _distinct(measured, "condition", "task", "variant", "train_condition", "train_length", "length"):
+        for fields in _distinct(
+            measured, "condition", "task", "variant", "train_condition", "train_length", "length"
+        ):
             label = name(fields["task"])
             if fields["condition"] in WORDS["facts"]:
                 label = f"{WORDS['facts'][fields['condition']]} per landmark"
@@ -233,7 +255,9 @@ class Tables:
             elif column.get("metric") != "gain":
                 columns[_intervention(column["intervention"])] = column
         title = f"Table {table}: {paper.title}"
-        ours_and_theirs = self._table(title, "model", rows, columns, below=_papers(table, scale=scale), whole=True)
+        ours_and_theirs = self._table(
+            title, "model", rows, columns, below=_papers(table, scale=scale), whole=True
+        )
         return replace(ours_and_theirs, note=" ".join([ours_and_theirs.note, *paper.notes]))
 
     # --- How soon, perplexity, and shortcuts
@@ -241,7 +265,9 @@ class Tables:
     def sooner(self) -> Table:
         """Training steps until a task is learned: the first measurement from which accuracy stays at 90 % or more."""
         never_learned = Counter(
-            run[:3] for run, points in learning_curves(self.inputs.curves).items() if np.isinf(learned_from(points))
+            run[:3]
+            for run, points in learning_curves(self.inputs.curves).items()
+            if np.isinf(learned_from(points))
         )
 
         def below(fields: Fields) -> list[str]:
@@ -261,7 +287,9 @@ class Tables:
         }
         columns: Selections = {}
         for fields in _distinct(self.inputs.measured(**selection), "text", "condition"):
-            inserted = "alone" if fields["condition"] == "none" else f"meta-tokens {fields['condition']}"
+            inserted = (
+                "alone" if fields["condition"] == "none" else f"meta-tokens {fields['condition']}"
+            )
             columns[f"{name(fields['text'])}, {inserted}"] = fields
         return self._table("", "model", models(self.inputs, **selection), columns, form=PERPLEXITY)
 
@@ -273,7 +301,9 @@ class Tables:
             label = f"{name(fields['task'])}, {fields['condition']}: {fields['model']}"
             rows[label] = {**selection, **fields}
         form = replace(PERCENT, chance="")
-        return make_table(self.inputs, "", "shortcut", rows, self._columns(selection, "length"), form=form)
+        return make_table(
+            self.inputs, "", "shortcut", rows, self._columns(selection, "length"), form=form
+        )
 
     # --- What happens inside; tables.yaml has the rows
 
@@ -289,27 +319,37 @@ class Tables:
         """Figure 2, right: the cosine of a meta-token, and of the text before it, with the tokens before."""
         cosine = {"metric": "similarity_centred", "marker": "context"}
         last_layer = self.inputs.measured(**cosine)["layer"].max()
-        rows = {label: {**cosine, "layer": last_layer, **fields} for label, fields in ROWS["caching"].items()}
+        rows = {
+            label: {**cosine, "layer": last_layer, **fields}
+            for label, fields in ROWS["caching"].items()
+        }
         return self._inside("similarity_centred", rows, COSINE)
 
     def attention_of_final(self) -> Table:
         """Figure 3, left: what the final meta-token attends to; below it, what even attention would give."""
 
         def below(fields: Fields) -> list[str]:
-            even = Cell.of(self.inputs.measured(**{**fields, "metric": "attention_weight_if_uniform"}))
+            even = Cell.of(
+                self.inputs.measured(**{**fields, "metric": "attention_weight_if_uniform"})
+            )
             return [f"evenly {SHARE(even.estimate()[0])}"] if even.runs else []
 
         return self._inside("attention_weight", ROWS["attention_of_final"], SHARE, below=below)
 
     def _inside(self, metric: str, rows: Mapping[str, Fields], form: Form, **options: Any) -> Table:
         """A column for each model that has figures of this metric."""
-        columns = {label: _without(fields, "metric") for label, fields in models(self.inputs, metric=metric).items()}
+        columns = {
+            label: _without(fields, "metric")
+            for label, fields in models(self.inputs, metric=metric).items()
+        }
         return self._table("", "", rows, columns, form=form, **options)
 
     def rate_distortion(self) -> Table:
         """Figure 3, right: the distortion at some rates."""
         rows: Selections = {}
-        for split, state, model in product(WORDS["splits"], WORDS["states"], ("gpt2", "twin", "meta")):
+        for split, state, model in product(
+            WORDS["splits"], WORDS["states"], ("gpt2", "twin", "meta")
+        ):
             fields = {"metric": "distortion_at_rate", "model": model, "split": split}
             rows[f"{WORDS['splits'][split]}: {model}, {state}"] = {
                 **fields,
@@ -325,7 +365,10 @@ class Tables:
 
     def _columns(self, selection: Fields, *keys: str) -> Selections:
         """A column for each combination of keys that was measured."""
-        return {_heading(fields): fields for fields in _distinct(self.inputs.measured(**selection), *keys)}
+        return {
+            _heading(fields): fields
+            for fields in _distinct(self.inputs.measured(**selection), *keys)
+        }
 
     def _accuracies(self, **selection: Any) -> pd.DataFrame:
         """The accuracies in every condition, of models that were trained in any."""
@@ -396,7 +439,9 @@ def papers_ratio(timing: Timing) -> float | None:
     if compared == ("decode", "dense, inserting", "gpt2"):
         return paper_table(3).at(metric="slowdown", model="meta")
     if compared == ("prefill", "dense", "gpt2"):
-        with_metas, without = (paper_table(3).at(metric="first_token_ms", model=model) for model in ("meta", "gpt2"))
+        with_metas, without = (
+            paper_table(3).at(metric="first_token_ms", model=model) for model in ("meta", "gpt2")
+        )
         return (with_metas or nan) / (without or nan)
     return None
 
