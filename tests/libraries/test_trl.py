@@ -323,7 +323,6 @@ def test_the_example_from_a_base_to_a_model_that_generates(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     script = Path(__file__).parents[2] / "examples" / "any_decoder.py"
-    assert len(script.read_text(encoding="utf-8").splitlines()) < 30
     tokenizer = AutoTokenizer.from_pretrained(folder, split_special_tokens=False)
     tokenizer.save_pretrained(tmp_path / "base")
     tiny_llama(tokenizer).save_pretrained(tmp_path / "base")
