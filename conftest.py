@@ -25,9 +25,8 @@ from tests.forked import PATIENCE, QUIET, Forked, Run, Start, start_server
 from tests.quick import left_out
 
 # The number of drawn cases, unless a test sets its own; tests/hostile scales its numbers by these.
-settings.register_profile(
-    "quick", max_examples=25, deadline=None, derandomize=True
-)  # the same each time
+# The same each time.
+settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)
 settings.register_profile("thorough", max_examples=2000, deadline=None)
 
 # torch and transformers read these when they are imported, here and in subprocesses: one thread unless the environment
@@ -70,9 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("thorough" if config.getoption("thorough") else "quick")
 
 
-@pytest.hookimpl(
-    tryfirst=True
-)  # before a plugin changes the order, so that the choice is the same each time
+# Before a plugin changes the order, so that the choice is the same each time.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     is_case_named = any("[" in argument for argument in config.args)
     gone: set[pytest.Item] = set()

@@ -96,9 +96,10 @@ def main(
             runs.setdefault((name, kept), []).append(
                 measured(commands[name], {} if kept else PLAIN)
             )
+    # With torch, whose size each new process would begin with.
     from benchmarks.speed.speed import (
         device_name,
-    )  # with torch, whose size each new process would begin with
+    )
 
     table = Table(
         title="glibc keeps freed memory, against what it does by itself (median, quartiles)"

@@ -13,9 +13,8 @@ from not_applicable import NOT_APPLICABLE
 from suite import FOLDER, VERSION, has_generation
 
 os.environ |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
-os.environ |= {
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1"
-}  # which stand in the way of what the commands print
+# Which stand in the way of what the commands print.
+os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 sys.path[:0] = [str(FOLDER), str(Path(__file__).parents[1])]
 
 CONTROL = "llama"

@@ -307,9 +307,8 @@ def test_a_save_that_is_cut_off_is_not_taken_for_complete(saved, monkeypatch):
     with pytest.raises(UserError, match=r"missing or damaged, so .* may not be complete"):
         verify_manifest(saved)
 
-    (saved / (MANIFEST + ".partial")).write_text(
-        "{"
-    )  # what a crash while the manifest was written leaves
+    # What a crash while the manifest was written leaves.
+    (saved / (MANIFEST + ".partial")).write_text("{")
     save_model(tiny_model(seed=1), TOKENIZER, saved)
 
     load_model(saved)
@@ -334,9 +333,8 @@ def test_any_flipped_bit_is_noticed(saved, data):
         path.write_bytes(good)
 
     sentence = str(caught.value)
-    is_misnamed = (
-        path.name == MANIFEST and "missing" in sentence
-    )  # it may have got another file's name wrong
+    # It may have got another file's name wrong.
+    is_misnamed = path.name == MANIFEST and "missing" in sentence
     assert path.name in sentence or is_misnamed
 
 

@@ -117,9 +117,8 @@ def demo(
 
 
 @pytest.mark.quick(page=[README, ROOT / "docs/how_to/any_decoder.md"])
-@pytest.mark.filterwarnings(
-    "ignore:'pin_memory' argument"
-)  # the Trainer's default, where there is no GPU
+# The Trainer's default, where there is no GPU.
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_what_a_page_shows_runs(page, demo, metatokens, small_model):

@@ -121,9 +121,8 @@ def decode_bytes(
         dense: as in `forward_products`.
     """
     common, second = weights(config)
-    entry = (
-        2 * batch * config.num_hidden_layers * config.hidden_size
-    )  # keys and values of one position
+    # Keys and values of one position.
+    entry = 2 * batch * config.num_hidden_layers * config.hidden_size
     numbers = 0
     for text in range(new_tokens):
         inserted, rides = (

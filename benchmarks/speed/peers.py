@@ -53,12 +53,10 @@ class DenseMetaAttention(CausalAttention):
     def __init__(self, config: MetaGPT2Config, block: int):
         super().__init__(config, block, second=True)
         self.block = block
-        self.slots = torch.empty(
-            0
-        )  # (batch, length), position in the sequence of each meta-token, -1 at text
-        self.mask = torch.empty(
-            0
-        )  # (batch, 1, length, keys), 0 where a query sees a key, minus infinity elsewhere
+        # (batch, length), position in the sequence of each meta-token, -1 at text.
+        self.slots = torch.empty(0)
+        # (batch, 1, length, keys), 0 where a query sees a key, minus infinity elsewhere.
+        self.mask = torch.empty(0)
 
     def forward(
         self,
@@ -112,9 +110,8 @@ def dense_mask(
     """
     slots = torch.full(x.shape[:2], -1, device=x.device)
     if rows is not None:
-        slots = slots.scatter_reduce(
-            1, rows.index, rows.slots, "amax"
-        )  # padding points at some position too
+        # Padding points at some position too.
+        slots = slots.scatter_reduce(1, rows.index, rows.slots, "amax")
     second = None if cache is None else cache.layers[0].second
     keys = slots if second is None else torch.cat([second.slots, slots], dim=1)
     seen = (keys[:, None, :] >= 0) & (keys[:, None, :] <= slots[:, :, None])

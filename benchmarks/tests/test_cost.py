@@ -114,9 +114,8 @@ def test_generation_equals_the_counter(name: str, meta_every: int | None) -> Non
     sizes: dict[str, Any] = {"batch": 2, "scored": 2, "dense": name == "dense"}
     expected = flops(forward_products(model.config, length=19, meta_tokens=4, **sizes))
     read, inserted = 19, 0
-    for text in range(
-        1, 11
-    ):  # each new token but the last is read, and the meta-token behind every third one
+    # Each new token but the last is read, and the meta-token behind every third one.
+    for text in range(1, 11):
         rides = int(meta_every == 3 and text in (3, 6, 9))
         meta: dict[str, int] = {"meta_tokens": rides, "cached_meta": 4 + inserted}
         expected += flops(
@@ -130,12 +129,10 @@ def test_generation_equals_the_counter(name: str, meta_every: int | None) -> Non
 def test_a_causal_kernel_needs_the_pairs_up_to_the_diagonal(length: int) -> None:
     sizes: dict[str, Any] = {"batch": 1, "length": length, "skips_masked": True}
     twin = forward_products(tiny("twin").config, **sizes)
-    pairs = (
-        sum(p.rows * p.columns for p in twin if p.inner == 12) / 6
-    )  # scores; three layers of two modules
-    assert (
-        length * length / 2 <= pairs <= length * (length + 1) / 2
-    )  # rounded down to a whole number a row
+    # Scores; three layers of two modules.
+    pairs = sum(p.rows * p.columns for p in twin if p.inner == 12) / 6
+    # Rounded down to a whole number a row.
+    assert length * length / 2 <= pairs <= length * (length + 1) / 2
     dense = forward_products(tiny("dense").config, **sizes, meta_tokens=1, dense=True)
     assert sum(p.rows * p.columns for p in dense if p.inner == 12) / 3 == pairs + length * length
 

@@ -83,9 +83,8 @@ def test_dense_meta_attention_step_by_step(position_embedding: str, cuts: set[in
         )
     expected = gathered(ids, attention_mask=mask).logits
     assert (torch.cat(pieces, dim=1) - expected)[mask.bool()].abs().max() < 1e-11
-    assert (
-        cache.layers[0].second.keys.shape == cache.layers[0].keys.shape
-    )  # every token is stored, as in the paper
+    # Every token is stored, as in the paper.
+    assert cache.layers[0].second.keys.shape == cache.layers[0].keys.shape
 
 
 @pytest.mark.parametrize("meta_every", [None, 2])

@@ -174,9 +174,8 @@ def trained() -> list[Timing]:
 
 
 def test_timings_are_the_rounds_summarised(trained: list[Timing]) -> None:
-    starts = [
-        number for number, timing in enumerate(trained) if timing.model == timing.against
-    ]  # of heats
+    # Of heats.
+    starts = [number for number, timing in enumerate(trained) if timing.model == timing.against]
     heats = [
         trained[start:end] for start, end in zip(starts, [*starts[1:], len(trained)], strict=True)
     ]
@@ -402,11 +401,12 @@ def test_steps_after_which_a_slow_first_one_has_paid(
     as_it_is = trained[0].model_copy(
         update={"benchmark": "compile", "model": "a", "against": "a", "first": 10.0}
     )
+    # At 0.5, 60 s are made up for by 0.5 s a step.
     times = {
         "first": 70.0,
         "seconds": 0.5,
         "ratio": ratio,
-    }  # at 0.5, 60 s are made up for by 0.5 s a step
+    }
     compiled = as_it_is.model_copy(update=times | {"model": "b"})
     text = io.StringIO()
     Console(width=250, file=text).print(table([as_it_is, compiled], 250))

@@ -314,9 +314,8 @@ def _plot(told: Answer, module: str, layer: int, head: str | int) -> Any:
     weights = inputs.weights()
     chosen = weights.mean(dim=0) if head == MEAN else weights[min(int(head), len(weights) - 1)]
     labels = [f"{position} {told.tokens[position]}" for position in inputs.positions.tolist()]
-    second = (
-        "Second attention" if len(labels) == len(told.tokens) else "Meta-attention"
-    )  # of meta-tokens alone
+    # Of meta-tokens alone.
+    second = "Second attention" if len(labels) == len(told.tokens) else "Meta-attention"
     title = "Causal attention" if module == "attention" else second
     return gradio.Plot(heat_map(chosen, labels, title), label=title, visible=True)
 

@@ -107,9 +107,8 @@ class LongContextData:
             elif room < _SHORTEST:
                 break
         places = sorted(generator.integers(len(lines) + 1, size=len(hidden)).tolist(), reverse=True)
-        for place, sentence in zip(
-            places, reversed(hidden), strict=True
-        ):  # last first, so that places stay valid
+        # Last first, so that places stay valid.
+        for place, sentence in zip(places, reversed(hidden), strict=True):
             lines.insert(place, sentence)
         first, *others = lines
         segments = [first, *(f" {line}" for line in others), asked, ""]

@@ -24,9 +24,10 @@ from metatokens.tasks.curriculum import task_texts
 from results.forget import layers as blocks
 from results.forget import run, speed, texts
 
+# PEFT's.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning"
-)  # PEFT's
+)
 SENTENCES = (
     "He came home, and ate. She read a long book; it rained all day! Was it late? They slept.\n\n"
 )
@@ -190,9 +191,8 @@ def test_the_whole_path(
     monkeypatch.setitem(speed.CONTESTANTS, "blocks", ("base-tokens", 28, None, (1,)))
     speed.main()
     found = {one["model"]: one for one in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert (
-        found["full"]["cache_bytes"] == (600 + 31) * 2 * 3 * 16 * 2
-    )  # entries, keys and values, layers, width, bytes
+    # Entries, keys and values, layers, width, bytes.
+    assert found["full"]["cache_bytes"] == (600 + 31) * 2 * 3 * 16 * 2
     assert found["tokens"]["cache_bytes"] < found["full"]["cache_bytes"]
     assert 1 / 3 < found["blocks"]["cache_bytes"] / found["full"]["cache_bytes"] < 0.5
     capsys.readouterr()

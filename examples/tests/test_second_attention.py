@@ -87,9 +87,8 @@ def test_it_trains_generates_and_is_saved(tmp_path: Path) -> None:
     options = {"max_new_tokens": 10, "do_sample": False, "meta_every": 3}
     generated = model.generate(ids[:1], **options)
     assert torch.equal(again.generate(ids[:1], **options), generated)
-    with pytest.raises(
-        UserError, match="near_text_gpt2"
-    ):  # no other class takes the weights for its own
+    # No other class takes the weights for its own.
+    with pytest.raises(UserError, match="near_text_gpt2"):
         load_model(tmp_path)
     without_cache = copy.deepcopy(model).generate(ids[:1], use_cache=False, **options)
     assert torch.equal(generated, without_cache)

@@ -47,10 +47,11 @@ from results.forget.texts import FORMS, TASK_LENGTH, Mixture, Texts
 SINKS = 4
 BATCH = 16
 BRIEF = {"steps": 120, "batch": 4}  # what one core trains in half an hour
+# The blocks that need the text most, and two that do not (layers.py).
 RETRIEVE, OTHER = (
     (18, 23),
     (9, 20),
-)  # the blocks that need the text most, and two that do not (layers.py)
+)
 AT_ONCE = 512  # tokens of a text that are read in one forward pass
 # By the share that is kept, one in so many: the rule for landmarks, and the characters of the separators.
 LANDMARKS = {4: "every:8", 8: "every:16", 16: "every:32"}
@@ -408,9 +409,8 @@ def main() -> None:
         load_model(given.out / "base-tokens").config,
     )
     given.blocks = config.num_hidden_layers
-    given.entry = (
-        4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    )  # bytes in bfloat16
+    # Bytes in bfloat16.
+    given.entry = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     texts = Texts(tokenizer, given.train)
     held_out = {
         Path(spec).name.partition(".")[0]: Texts(tokenizer, [spec]) for spec in given.held_out
@@ -420,9 +420,8 @@ def main() -> None:
         length: first.tests(count, length, given.beyond) for length, count in given.facts.items()
     }
     prose = {name: one.excerpts(given.excerpts, given.length) for name, one in held_out.items()}
-    write_whole(
-        given.out / "texts.json", json.dumps({"asked": asked, "prose": prose}).encode()
-    )  # for presses.py
+    # For presses.py.
+    write_whole(given.out / "texts.json", json.dumps({"asked": asked, "prose": prose}).encode())
     runs = [Run(arm, given, texts) for arm in plan(given.steps)]
     for run in (run for name in given.arms for run in runs if run.folder.name.startswith(name)):
         print(

@@ -47,9 +47,8 @@ FORMS = {
 FACTS = 8  # in a text
 TASK_LENGTH = 256  # tokens of the longest prompts of the four tasks
 
-Asked = tuple[
-    list[int], list[tuple[list[int], list[int]]]
-]  # ids of a text; of each question and its answer
+# Ids of a text; of each question and its answer.
+Asked = tuple[list[int], list[tuple[list[int], list[int]]]]
 
 
 class Texts:
@@ -133,9 +132,8 @@ class Mixture:
     """
 
     texts: Texts
-    put: Callable[
-        ..., list[int]
-    ]  # puts an arm's meta-tokens into ids; with `has_own`, a task's prompt has its own
+    # Puts an arm's meta-tokens into ids; with `has_own`, a task's prompt has its own.
+    put: Callable[..., list[int]]
     steps: int
     batch: int
     length: int  # tokens of a text

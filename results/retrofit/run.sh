@@ -106,7 +106,7 @@ import sys
 from pathlib import Path
 
 from metatokens.data.tokenizer import load_tokenizer
-from metatokens.evaluation.accuracy import shortcut_rates, test_examples
+from metatokens.evaluation.accuracy import draw_test_examples, shortcut_rates
 from metatokens.records import stamped
 
 out = Path(sys.argv[1])
@@ -114,7 +114,7 @@ lines = [line for run in sorted(out.glob("*-seed[01]")) for line in (run / "resu
 tokenizer = load_tokenizer(str(out / "meta"))
 for task, condition in {"list_recall": "landmark", "parity": "paper"}.items():
     about = {"condition": condition, "documents": []}
-    tests = {length: test_examples(task, length, 500, tokenizer, **about) for length in (128, 256, 512, 1024)}
+    tests = {length: draw_test_examples(task, length, 500, tokenizer, **about) for length in (128, 256, 512, 1024)}
     lines += [rate.line() for rate in stamped(shortcut_rates(task, condition, tests, tokenizer, []))]
 (out / "results.jsonl.gz").write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
 PYTHON

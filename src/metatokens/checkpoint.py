@@ -62,9 +62,8 @@ _DECODERS = (
     auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
 )
 _KINDS = {"meta_gpt2", "gpt2", MODEL_TYPE, *_DECODERS}
-_OLD_MASK = re.compile(
-    r"\.attn\.attention\.(masked_)?bias$"
-)  # buffers in published GPT-Neo checkpoints
+# Buffers in published GPT-Neo checkpoints.
+_OLD_MASK = re.compile(r"\.attn\.attention\.(masked_)?bias$")
 
 
 def write_manifest(folder: Path) -> None:
@@ -143,9 +142,8 @@ def make_adapter_portable(model: Any, folder: Path) -> None:
     text_window = text_window_of(model.config)
     if text_window:
         write_whole(folder / TEXT_WINDOW, json.dumps(text_window).encode())
-    (folder / "README.md").unlink(
-        missing_ok=True
-    )  # PEFT's form to fill in, with the base's absolute path
+    # PEFT's form to fill in, with the base's absolute path.
+    (folder / "README.md").unlink(missing_ok=True)
 
 
 def weights_sha256(folder: Path) -> str:
@@ -212,6 +210,7 @@ def fetch_model(spec: Path) -> Path:
         return EXAMPLE
     if prefix != "hf":
         return spec
+    # The last is never run.
     texts = [
         "*.json",
         "*.jsonl",
@@ -219,7 +218,7 @@ def fetch_model(spec: Path) -> Path:
         "*.jinja",
         "tokenizer.model",
         REMOTE_CODE_FILE,
-    ]  # the last is never run
+    ]
     weights = [WEIGHTS, "model-*-of-*.safetensors", DELTA_WEIGHTS, ADAPTER_WEIGHTS]
     try:  # a manifest lists all files of a folder, so all that this package writes must come
         return Path(
@@ -300,9 +299,8 @@ def load_model(
         model.config.meta_token_id = None
         model.config.position_embedding = position_embedding_of(model)
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    return (
-        model.to(f"cuda:{local_rank() % gpus}") if gpus else model
-    )  # a process may see its own GPU alone
+    # A process may see its own GPU alone.
+    return model.to(f"cuda:{local_rank() % gpus}") if gpus else model
 
 
 def check_placing(device: str | None, dtype: str | None) -> None:
@@ -368,12 +366,11 @@ def _with_adapter(folder: Path, device: str | None, dtype: str | None) -> Any:
         adapted: Any = PeftModel.from_pretrained(model, folder, is_trainable=True)
         settings = adapted.peft_config["default"]
         adapted.read_from = resolve_base(folder, str(settings.base_model_name_or_path))
-        settings.base_model_name_or_path = (
-            model.name_or_path
-        )  # where PEFT looks for a configuration
+        # Where PEFT looks for a configuration.
+        settings.base_model_name_or_path = model.name_or_path
     except (ImportError, SafetensorError, RuntimeError, *DAMAGED) as error:
         raise UserError(f"the adapter in {folder} cannot be read: {one_line(error)}.") from error
-    return adapted
+    return adapted.eval()
 
 
 def _load(folder: Path, kinds: Set[str], dtype: str | None, *, is_base: bool = False) -> Any:

@@ -16,9 +16,8 @@ from metatokens.errors import UserError
 from metatokens.model.releases import CACHE
 from metatokens.model.wrappers import takes_wrapped
 
-PIECE = (
-    2**21
-)  # logits at a time, 8 MB; with a large vocabulary, a batch's logits are larger than the model
+# Logits at a time, 8 MB; with a large vocabulary, a batch's logits are larger than the model.
+PIECE = 2**21
 
 
 def decoder_of(model: PreTrainedModel) -> tuple[Any, Any]:
@@ -28,10 +27,11 @@ def decoder_of(model: PreTrainedModel) -> tuple[Any, Any]:
         UserError: if no module has a list of so many blocks.
     """
     count = model.config.get_text_config().num_hidden_layers
+    # In some models, get_decoder() returns a head.
     for root in (
         model.get_decoder(),
         model.base_model,
-    ):  # in some models, get_decoder() returns a head
+    ):
         for module in root.modules():
             for child in module.children():
                 if isinstance(child, nn.ModuleList) and len(child) >= count:

@@ -22,12 +22,10 @@ from metatokens.model.choices import AttentionScale, PositionEmbedding, SecondAt
 
 # Choices that recipes, functions and the command line share.
 Task = Literal["list_recall", "segment_counting", "parity", "copying"]  # a module of `tasks` each
-Facts = Literal[
-    "facts_1", "facts_2", "facts_4", "facts_8"
-]  # list recall: a meta-token after so many lists of one item
-Condition = Literal[
-    "paper", "landmark", "none", "decoy", "long_prompt", Facts
-]  # which meta-tokens a prompt has
+# List recall: a meta-token after so many lists of one item.
+Facts = Literal["facts_1", "facts_2", "facts_4", "facts_8"]
+# Which meta-tokens a prompt has.
+Condition = Literal["paper", "landmark", "none", "decoy", "long_prompt", Facts]
 Split = Literal["train", "validation", "test"]  # of a task's examples
 Placement = Literal["uniform", "periodic", "none"]  # the functions of `data.insertion.PLACEMENTS`
 Device = Literal["cpu", "cuda"]
@@ -165,9 +163,7 @@ class TrainingSettings(TrainerSettings):
                     f"training.{name} needs training.text_window: without one the model sees all text"
                 )
         if self.keep_adapter and not self.lora_rank:
-            raise ValueError(
-                "training.keep_adapter needs training.lora_rank (--lora rank=16): there is no adapter"
-            )
+            raise ValueError("training.keep_adapter needs training.lora_rank: there is no adapter")
         if self.decay_steps is not None and self.decay_steps < self.max_steps:
             raise ValueError(
                 f"training.decay_steps is {self.decay_steps}, less than training.max_steps ({self.max_steps}): the "

@@ -47,9 +47,8 @@ AnalysisMetric = Literal[
     "answer_entropy",
 ]
 KeyClass = Literal["itself", "earlier_meta", "before_meta", "after_meta", "first", "near", "other"]
-AnalysisSplit = Literal[
-    "fit", "train", "held_out"
-]  # of an analysis's prompts; `fit` is the few that are fitted
+# Of an analysis's prompts; `fit` is the few that are fitted.
+AnalysisSplit = Literal["fit", "train", "held_out"]
 
 
 def split_at(prompt: str, offsets: Sequence[int]) -> list[str]:
@@ -126,9 +125,8 @@ class Result(Subject, Measured):
     kv_bytes: int | None = None
     metric: Metric
     value: float | None = None  # proportions in [0, 1]; null where the model cannot be run
-    n: Annotated[
-        int, Field(ge=0)
-    ]  # examples (accuracies) or scored tokens (token_accuracy, perplexity)
+    # Examples (accuracies) or scored tokens (token_accuracy, perplexity).
+    n: Annotated[int, Field(ge=0)]
     low: float | None = None  # 95 % interval
     high: float | None = None
     chance: float | None = None

@@ -60,9 +60,8 @@ def read_config(folder: Path, kinds: Set[str]) -> PreTrainedConfig:
         base = settings.get("base_model_type") if kind == MODEL_TYPE else kind
         declared = _CLASSES.get(base) or CONFIG_MAPPING[base]
         config = _of_known_fields(settings, declared, is_retrofitted=kind == MODEL_TYPE)
-        if (
-            config.get_text_config() is not config
-        ):  # its parts are configurations, whose fields nothing here bounds
+        # Its parts are configurations, whose fields nothing here bounds.
+        if config.get_text_config() is not config:
             raise ValueError(
                 f"{folder} holds a {base} model, which takes more than text: load it by transformers"
             )

@@ -66,9 +66,8 @@ def test_states_weights_and_logits_are_those_that_the_model_returns(name):
         )
     assert error(seen.logits[:, :META], out.logits[0, :, :META]) < ROUNDED
     assert len(seen.states) == len(out.hidden_states)
-    for state, expected in zip(
-        seen.states[:-1], out.hidden_states, strict=False
-    ):  # the last one has passed a norm
+    # The last one has passed a norm.
+    for state, expected in zip(seen.states[:-1], out.hidden_states, strict=False):
         assert error(state, expected[0]) < ROUNDED
     first = [inputs for (module, _), inputs in seen.attention.items() if module == "attention"]
     returned = [weights for weights in out.attentions if weights is not None]

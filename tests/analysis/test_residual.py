@@ -100,9 +100,8 @@ def test_what_the_final_meta_token_attends_to(oracles, measurements):
     for line in measurements["attention_weight"]:
         assert line.n == len(PROMPTS)
         measured[line.module, line.layer, line.head, line.keys] = line.value
-    seen = {
-        key: weight for key, weight in expected.items() if weight
-    }  # text is no key of meta-attention
+    # Text is no key of meta-attention.
+    seen = {key: weight for key, weight in expected.items() if weight}
     assert measured.keys() >= seen.keys()
     for key, weight in measured.items():
         assert weight == pytest.approx(expected[key], abs=1e-6)

@@ -162,9 +162,8 @@ def slow_attention(model):
 
 def test_attention_against_the_oracle(model, measurements):
     expected = slow_attention(model)
-    tolerance = (
-        ROUNDED if model.config.position_embedding == "rope" else 1e-9
-    )  # rotary tables are float32
+    # Rotary tables are float32.
+    tolerance = ROUNDED if model.config.position_embedding == "rope" else 1e-9
 
     measured = {}
     for line in measurements:

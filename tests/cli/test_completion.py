@@ -44,9 +44,8 @@ printf '%s\n' "${COMPREPLY[@]}"
 def test_bash_completes_verbs_options_and_names() -> None:
     assert completed("p") == ["pretrain", "perplexity", "plot"]
     assert completed("evaluate", "--ta") == ["--task"]
-    assert completed("evaluate", "--model", "hf:nobody/nothing", "--task", "p") == [
-        "parity"
-    ]  # which is not fetched
+    # Which is not fetched.
+    assert completed("evaluate", "--model", "hf:nobody/nothing", "--task", "p") == ["parity"]
     assert completed("reproduce", "--preset", "sm") == ["smoke", "small"]
     assert completed("pretrain", "--recipe", "paper_e") == ["paper_extend"]
     assert completed("analyze", "r") == ["residual", "rate-distortion"]

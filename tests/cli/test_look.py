@@ -85,9 +85,8 @@ def test_the_model_that_comes_along_is_small_and_answers(
     assert metatokens(command)[0] == 2
 
 
-@pytest.mark.parametrize(
-    ("task", "expected"), [("list_recall", 40), ("parity", 32)]
-)  # guessing gives 4 and 20
+# Guessing gives 4 and 20.
+@pytest.mark.parametrize(("task", "expected"), [("list_recall", 40), ("parity", 32)])
 def test_the_model_that_comes_along_answers_with_the_text_covered(task: str, expected: int) -> None:
     model, tokenizer = load_model(EXAMPLE), load_tokenizer(str(EXAMPLE))
     prompts = draw_test_examples(task, 128, 40, tokenizer, condition="paper", documents=[])

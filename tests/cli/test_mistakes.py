@@ -176,10 +176,11 @@ def test_a_result_file_is_tried_before_anything_is_measured(
 
 @pytest.mark.slow  # it imports everything anew, to see that no library prints a notice
 def test_a_mistake_in_a_process_of_its_own(ground: Path) -> None:
+    # Which the command has to set itself.
     quiet = {
         "TRANSFORMERS_VERBOSITY",
         "HF_HUB_DISABLE_PROGRESS_BARS",
-    }  # which the command has to set itself
+    }
     environment = {key: value for key, value in os.environ.items() if key not in quiet}
     line = "-m metatokens evaluate --model learned --task parity --lengths 32,64"
     done = subprocess.run(

@@ -130,10 +130,11 @@ def test_from_a_base_to_answers(delta: str, base: Path, run: Succeed) -> None:
 
 def test_what_was_added_alone_goes_from_the_command_to_python(base: Path, run: Succeed) -> None:
     config = json_of("base/config.json")
+    # Which no class of configurations declares.
     config |= {
         "unk_token_id": 0,
         "_model_name_or_path": "somewhere",
-    }  # which no class of configurations declares
+    }
     (base / "config.json").write_text(json.dumps(config))
     run(f"{RETROFIT} --delta")
     model = load_meta(AutoModelForCausalLM.from_pretrained(base), "model")
@@ -254,9 +255,8 @@ def test_a_base_of_the_hub_keeps_its_name(base: Path, run: Succeed, hub: Hub) ->
     sizes = "--heads 2 --head-size 8"
 
     run(f"retrofit --model hf:someone/base --out model --delta {sizes}")
-    run(
-        f"retrofit --model cached --out same {sizes}"
-    )  # the folder where the Hub's model is kept may be given too
+    # The folder where the Hub's model is kept may be given too.
+    run(f"retrofit --model cached --out same {sizes}")
 
     assert json_of("model/meta_tokens.json")["meta_attention"]["base"] == "someone/base"
     assert "cached" not in Path("model/meta_tokens.json").read_text()
@@ -341,9 +341,8 @@ def test_a_chat_gets_the_answer_of_its_template(
 @pytest.mark.parametrize("layers", ["", " --layers none"])
 def test_lora_changes_the_base_and_comes_back(layers: str, base: Path, run: Succeed) -> None:
     run(RETROFIT + layers)
-    line = f"{TUNE} --model model --out tuned {LORA}".replace(
-        "max_steps=2", "max_steps=4"
-    )  # step 2 is saved
+    # Step 2 is saved.
+    line = f"{TUNE} --model model --out tuned {LORA}".replace("max_steps=2", "max_steps=4")
     run(line)
     checkpoints = Path("tuned/64/checkpoints")
     (saved,) = (checkpoints / "checkpoint-2").glob("*.safetensors")
@@ -430,7 +429,7 @@ def test_adapters_that_are_kept_are_trained_further(
 
     refused(
         f"{further} --lora rank=4",
-        "the model has adapters of rank 2; `--lora rank=2` trains them further.",
+        "the model has adapters of rank 2; training.lora_rank=2 trains them further.",
     )
     run(f"{further} {LORA} --overwrite")
 

@@ -80,9 +80,8 @@ def test_a_prompt_with_meta_tokens(
     assert marked == f"{MARKED}{text}\n"
     assert plain != marked  # there the marker stays text
     assert shown == f"the cat<|meta|> sat<|meta|>{tokenizer.decode(continued)}\n"
-    assert (
-        inserted.count("<|meta|>") == 4
-    )  # two of the prompt, behind the second and the fourth token
+    # Two of the prompt, behind the second and the fourth token.
+    assert inserted.count("<|meta|>") == 4
 
 
 def test_a_prompt_with_landmarks(small_model: Models, run: Succeed) -> None:

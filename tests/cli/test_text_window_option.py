@@ -72,9 +72,8 @@ def test_pretraining_with_a_window(run: Succeed, refused: Refuse) -> None:
     run(f"{PRETRAIN} --init base {WINDOW}=5 --set training.text_sinks=0 --out other")
 
     share, _ = share_and_bytes(error)
-    assert share == pytest.approx(
-        15 / 32, abs=0.0005
-    )  # the first 4, landmarks at 7, 15 and 23, and the last 8
+    # The first 4, landmarks at 7, 15 and 23, and the last 8.
+    assert share == pytest.approx(15 / 32, abs=0.0005)
     assert window_of("base") == window_of("next") == (8, 4)
     assert window_of("other") == (5, 0)
     refused(f"{train} {WINDOW}=9", "training.text_window was 8 and is now 9")

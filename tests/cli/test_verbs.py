@@ -75,9 +75,8 @@ def test_a_corpus_of_one_document_holds_nothing_out_and_says_so(
     repeats: int, is_warned: bool, workplace: Path, run: Succeed
 ) -> None:
     text = Path("text.txt").read_text(encoding="utf-8")[:4_000]
-    Path("old.txt").write_bytes(
-        text.replace("\n", "\r").encode() * repeats
-    )  # lines as in old files of Macs
+    # Lines as in old files of Macs.
+    Path("old.txt").write_bytes(text.replace("\n", "\r").encode() * repeats)
     _, error = run("tokenize --corpus old.txt --tokenizer train:300 --out old")
     assert ("Nothing is held out, since the corpus has only one document" in error) == is_warned
 

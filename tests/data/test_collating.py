@@ -84,9 +84,8 @@ def test_landmarks_by_structure_in_all_fields_of_a_row():
 
 
 @pytest.mark.parametrize("rule", ["line", "paragraph", "sentence", "every:2"])
-@pytest.mark.parametrize(
-    "padding", [92, 91]
-)  # a control token, as mostly; and one that could end a line
+# A control token, as mostly; and one that could end a line.
+@pytest.mark.parametrize("padding", [92, 91])
 @pytest.mark.parametrize(("left", "right"), [(5, 0), (0, 5), (3, 2)])
 def test_padding_has_no_landmarks_and_moves_none(left, right, padding, rule):
     ids = [1, 90, 2, 91, 91, 3, 90]

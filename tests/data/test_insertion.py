@@ -18,9 +18,8 @@ from metatokens.errors import UserError
 
 META = 999
 block_sizes = st.integers(1, 200)
-per_mille = st.integers(
-    0, 500
-)  # the fraction in thousandths, so that the oracle counts in integers
+# The fraction in thousandths, so that the oracle counts in integers.
+per_mille = st.integers(0, 500)
 placements = st.sampled_from(sorted(PLACEMENTS))
 seeds = st.integers(0, 2**32 - 1)
 

@@ -184,9 +184,8 @@ def test_control_tokens_in_messages_are_text(chatting):
     ids = encode_chat(chatting, text, "_PAUSE_")
     with_another_marker = encode_chat(chatting, text, "<|meta|>")
 
-    assert (
-        ids.count(chatting.eos_token_id) == 3
-    )  # of the template: before each message and the answer
+    # Of the template: before each message and the answer.
+    assert ids.count(chatting.eos_token_id) == 3
     assert ids.count(chatting.meta_token_id) == 1
     first = "<|endoftext|>user<|endoftext|>: the <|endoftext|><|meta|> cat\ufdd0"
     assert chatting.decode(ids) == f"{first}<|endoftext|>user: sat<|meta|><|endoftext|>"

@@ -17,12 +17,10 @@ from metatokens.training.trainer import MetaTokenTrainer
 GLOBAL_BATCH, EPOCHS = 12, 3
 BLOCK = {"block_size": 32, "fraction": 0.1, "placement": "uniform", "seed": 0}
 pytestmark = [
-    pytest.mark.filterwarnings(
-        "ignore:This process:DeprecationWarning"
-    ),  # Python's own, about forking with threads
-    pytest.mark.filterwarnings(
-        "ignore:This DataLoader will create:UserWarning"
-    ),  # more workers than cores
+    # Python's own, about forking with threads.
+    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
+    # More workers than cores.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
 ]
 
 
@@ -69,9 +67,8 @@ def test_blocks_by_a_rule_are_the_same_for_ranks_workers_and_after_resuming(
 ):
     dataset = BlockDataset(small_store, "train", **BLOCK | {"placement": "sentence"}, epochs=EPOCHS)
 
-    alone = steps(dataset, ranks=1, workers=0)[
-        :-1
-    ]  # what fills the last batch is others' with other ranks
+    # What fills the last batch is others' with other ranks.
+    alone = steps(dataset, ranks=1, workers=0)[:-1]
 
     assert steps(dataset, ranks=2, workers=3)[:-1] == alone
     assert steps(dataset, ranks=4, workers=1, skip=5)[:-1] == alone[5:]

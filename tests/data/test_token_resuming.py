@@ -281,9 +281,8 @@ def kill_one_of_two_workers():
     wait_for(lambda: workers_of(this_process))
     first = workers_of(this_process)[0]
     first.suspend()  # so that it does not finish before it is killed
-    wait_for(
-        lambda: len(workers_of(this_process)) == 2
-    )  # Python's pool breaks otherwise while it is starting
+    # Python's pool breaks otherwise while it is starting.
+    wait_for(lambda: len(workers_of(this_process)) == 2)
     first.kill()
 
 

@@ -16,6 +16,7 @@ from tests.model.tiny_models import META, random_rows, tiny_model
 DEVICE = os.environ.get("METATOKENS_DEVICE", "cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 6e-2}  # of what is about 1
 ROWS = random_rows((26, 26, 26), meta_rate=0.2)
+# By which Python waits for a device.
 READS = (
     "item",
     "tolist",
@@ -23,7 +24,7 @@ READS = (
     "__bool__",
     "__int__",
     "__float__",
-)  # by which Python waits for a device
+)
 SECOND = pytest.mark.parametrize("second_attention", ["meta", "causal", "none"])
 TYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 
@@ -97,15 +98,13 @@ def test_generated_text_is_that_without_a_cache(dtype, second_attention, kind):
     with_cache = model.generate(prompt, cache_implementation=kind, **options)
 
     same = (without_cache == with_cache)[:, prompt.shape[1] :].float().mean()
-    assert same > (
-        0.7 if dtype == torch.float32 else 0.4
-    )  # rounding may change a choice, and with it all behind
+    # Rounding may change a choice, and with it all behind.
+    assert same > (0.7 if dtype == torch.float32 else 0.4)
 
 
 @SECOND
-@pytest.mark.filterwarnings(
-    "ignore:TensorFloat32 tensor cores"
-)  # a GPU has them, and the test wants float32
+# A GPU has them, and the test wants float32.
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_a_compiled_step_is_the_eager_one(second_attention):
     torch._dynamo.reset()
     model, tensors = on_device(second_attention=second_attention).train(), batch()

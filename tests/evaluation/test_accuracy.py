@@ -134,9 +134,8 @@ def test_what_is_measured_through_landmarks_says_so_and_what_is_kept(
     alone = LandmarksAlone(model, tokenizer)
     documents = [example.input_ids[: alone.start(example)] for example in examples]
     metas = sum(document.count(model.config.meta_token_id) for document in documents)
-    bytes_of_meta = (
-        2 * 2 * 4 * model.config.num_hidden_layers * model.config.hidden_size
-    )  # of both attentions
+    # Of both attentions.
+    bytes_of_meta = 2 * 2 * 4 * model.config.num_hidden_layers * model.config.hidden_size
 
     exact, tokens = evaluate(
         model, {128: examples}, About(model="x", task="list_recall"), alone=alone

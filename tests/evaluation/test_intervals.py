@@ -17,6 +17,5 @@ def test_wilsons_interval(counted: tuple[int, int]) -> None:
     low, high = wilson_interval(*counted)
     assert (low, high) == pytest.approx(expected, abs=1e-9)
     assert 0 <= low <= rate <= high <= 1
-    assert wilson(rate, counted[1]) == pytest.approx(
-        expected, abs=1e-9
-    )  # the formula that tests of reports use
+    # The formula that tests of reports use.
+    assert wilson(rate, counted[1]) == pytest.approx(expected, abs=1e-9)

@@ -66,9 +66,8 @@ def test_predictions_are_those_of_greedy_generation(
         )
         expected = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
         assert prediction.prediction.startswith(expected)
-        assert (
-            changes or prediction.prediction == expected
-        )  # learned positions may leave room for a longer answer
+        # Learned positions may leave room for a longer answer.
+        assert changes or prediction.prediction == expected
 
 
 @pytest.mark.parametrize("is_covered", [False, True])

@@ -18,9 +18,8 @@ from metatokens import MetaGPT2ForCausalLM
 from tests.gradients import far
 from tests.numbers import ROUNDED
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:'pin_memory' argument"
-)  # the Trainer's default, where there is no GPU
+# The Trainer's default, where there is no GPU.
+pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument")
 
 TEXTS = [f"the cat sat on mat {number} while two dogs ran over green hills" for number in range(12)]
 

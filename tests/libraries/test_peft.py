@@ -18,9 +18,10 @@ from tests.gradients import far
 from tests.numbers import ROUNDED
 from tests.retrofit.architectures import error, fit, logits, retrofitted, with_meta_tokens
 
+# Its own.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning"
-)  # its own
+)
 
 ADAPTERS = {
     "lora": peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=2),

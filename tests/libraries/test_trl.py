@@ -90,9 +90,8 @@ VERDICTS = [{"prompt": "the<|meta|> cat", "completion": " a<|meta|> mat", "label
 
 @pytest.fixture
 def tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(
-        folder, split_special_tokens=False
-    )  # SFTTrainer writes the end as text
+    # SFTTrainer writes the end as text.
+    return AutoTokenizer.from_pretrained(folder, split_special_tokens=False)
 
 
 @torch.no_grad()
@@ -335,6 +334,5 @@ def test_the_example_from_a_base_to_a_model_that_generates(
     assert capsys.readouterr().out.splitlines()[-1].startswith("the cat sat on a mat")
     added = load_file(tmp_path / "out" / "added" / "meta_tokens.safetensors")
     assert AutoTokenizer.from_pretrained(tmp_path / "out" / "added").meta_token == "<|meta|>"
-    assert (
-        added["model.layers.0.meta_attention.attention.out_proj.weight"].abs().max() > 0
-    )  # its initial value
+    # Its initial value.
+    assert added["model.layers.0.meta_attention.attention.out_proj.weight"].abs().max() > 0

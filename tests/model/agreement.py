@@ -63,6 +63,5 @@ def assert_same_values_and_gradients(
     )
     (actual * weights).sum().backward()
     (expected * weights).sum().backward()
-    assert_gradients_of(
-        model, oracle, 20 * tolerance
-    )  # the embedding's gradient has passed every layer
+    # The embedding's gradient has passed every layer.
+    assert_gradients_of(model, oracle, 20 * tolerance)

@@ -74,9 +74,8 @@ def assert_a_chat_goes_on(
     unread = whole.shape[1] - int(cache.get_seq_length())
     counts, hook = count_tokens_read(model)
     torch.manual_seed(5)
-    cache.batch_repeat_interleave(
-        options.get("num_beams", 1)
-    )  # transformers leaves that to the caller
+    # transformers leaves that to the caller.
+    cache.batch_repeat_interleave(options.get("num_beams", 1))
     new = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)[
         :, ids.shape[1] :
     ]
@@ -88,9 +87,8 @@ def assert_a_chat_goes_on(
     assert counts[: len(first)] == first  # the cached tokens are not read again
 
 
-Score = Callable[
-    [list[int]], Tensor
-]  # log probabilities of the next token, by a dense pass over everything read
+# Log probabilities of the next token, by a dense pass over everything read.
+Score = Callable[[list[int]], Tensor]
 
 
 def greedy_text(

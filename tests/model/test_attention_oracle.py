@@ -101,9 +101,8 @@ def test_a_mask_of_four_dimensions_replaces_the_causal_one_in_both_attentions(
         ids[:, 7:], attention_mask=mask[:, :, 7:], past_key_values=head.past_key_values
     ).logits
 
-    tolerance = (
-        ROUNDED if attention == "eager" else TOLERANCE[fields["position_embedding"]]
-    )  # its softmax is float32
+    # Its softmax is float32.
+    tolerance = ROUNDED if attention == "eager" else TOLERANCE[fields["position_embedding"]]
     assert_close(whole, expected, tolerance)
     assert_close(tail, expected[:, 7:], tolerance)
     assert_close(with_weights, expected, ROUNDED)
@@ -120,9 +119,8 @@ def test_the_weights_of_both_attentions(
     second_attention: str, attention: str, side: str, window: Fields
 ) -> None:
     """If the attention function returns no weights, another one computes them."""
-    model = tiny_model(
-        second_attention=second_attention, dtype=torch.float32, **window
-    )  # as the eager softmax is
+    # As the eager softmax is.
+    model = tiny_model(second_attention=second_attention, dtype=torch.float32, **window)
     model.set_attn_implementation(attention)
     oracle, (ids, mask) = DenseOracle(model), pad(ROWS, side)
 

@@ -79,9 +79,8 @@ def test_a_long_prompt_is_read_in_chunks_and_its_cache_stays_small() -> None:
 
     generate(model, LONG, past_key_values=cache, max_new_tokens=30, prefill_chunk_size=25)
 
-    largest = (
-        300 // 8 + 4 + 20 + 16
-    )  # meta-tokens, sinks, the window, and what piles up before text is dropped
+    # Meta-tokens, sinks, the window, and what piles up before text is dropped.
+    largest = 300 // 8 + 4 + 20 + 16
     assert [shape[2] for shape in masks] == [25] * 12 + [1] * 29
     assert max(shape[3] for shape in masks[:12]) <= largest + 25
     assert max(shape[3] for shape in masks[20:]) <= largest + 1
@@ -282,7 +281,6 @@ def test_positions_have_to_grow(caller: str) -> None:
             model(IDS[:, 20:], position_ids=growing[:, :24] + first, past_key_values=cache)
     with pytest.raises(UserError, match="a column for each cached token"):
         model(IDS[:, 20:30], attention_mask=mask[:, :10], past_key_values=cache)
-    logits = model(IDS[:, 20:], attention_mask=mask, past_key_values=cache).logits[
-        0, :, :META
-    ]  # the cache is as it was
+    # The cache is as it was.
+    logits = model(IDS[:, 20:], attention_mask=mask, past_key_values=cache).logits[0, :, :META]
     assert_close(logits, expected_logits(caller, ROWS[0])[20:, :META], tolerance_of(model))

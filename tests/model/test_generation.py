@@ -102,9 +102,8 @@ def test_a_chat_goes_on_with_the_same_cache(
     first_turn = options | {"do_sample": False, "num_beams": 1, "max_new_tokens": 6}
     ids = model.generate(ids, attention_mask=mask, past_key_values=cache, **first_turn)
     if "meta_every" in options:
-        assert cache.inserted == [
-            37
-        ]  # after the third token; behind the sixth, which was not read, there is none
+        # After the third token; behind the sixth, which was not read, there is none.
+        assert cache.inserted == [37]
 
     assert_a_chat_goes_on(model, ids, mask, cache, max_new_tokens=7, **options)
     assert full is None or min(sizes_of(cache)) < 40
@@ -319,9 +318,8 @@ def test_a_conversation_goes_on_where_a_row_ended_early(
     }
     first_turn = options | {"meta_every": 2, "max_new_tokens": 9}
     unbounded = model.generate(prompts, eos_token_id=None, **first_turn)
-    end = next(
-        token for token in unbounded[0, 8:].tolist() if token not in unbounded[1, 6:]
-    )  # it ends row 0
+    # It ends row 0.
+    end = next(token for token in unbounded[0, 8:].tolist() if token not in unbounded[1, 6:])
     lengths = (unbounded[0, 6:].tolist().index(end) + 7, 15)
     out = model.generate(prompts, eos_token_id=end, return_dict_in_generate=True, **first_turn)
     ids = torch.cat([out.sequences, torch.tensor(questions)], dim=1)

@@ -39,9 +39,8 @@ def test_a_converted_model_gives_the_same_logits_and_tokens(
     before = {name: weight.clone() for name, weight in gpt2.state_dict().items()}
     ids, mask = pad(random_rows((15, 9, 4), meta_rate=0.0))
     ids[mask == 0] = 0
-    positions = (mask.cumsum(dim=1) - 1).clamp(
-        min=0
-    )  # outside `generate`, GPT-2 counts the padding
+    # Outside `generate`, GPT-2 counts the padding.
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     expected = gpt2(ids, attention_mask=mask, position_ids=positions).logits[mask.bool()]
     assert expected.std() > 1  # wide enough to be a test
 

@@ -30,9 +30,8 @@ def test_steps_of_any_size_give_the_logits_of_one_pass(fields: Fields, cuts: set
     expected = model(ids, attention_mask=mask).logits
 
     logits, _ = in_steps(model, ids, mask, sorted(cuts), MetaTokenCache(model.config))
-    without_mask, _ = in_steps(
-        model, ids[:1], None, sorted(cuts), MetaTokenCache(model.config)
-    )  # a whole row
+    # A whole row.
+    without_mask, _ = in_steps(model, ids[:1], None, sorted(cuts), MetaTokenCache(model.config))
 
     assert_close(logits[mask.bool()], expected[mask.bool()], ROUNDED_DOUBLE)
     assert_close(without_mask, expected[:1], ROUNDED_DOUBLE)

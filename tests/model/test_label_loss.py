@@ -38,9 +38,8 @@ def test_loss_is_the_mean_cross_entropy_of_the_labels(batch: Batch, training: bo
     expected_gradients = gradients_by(model, expected)
     loss = model.train(training)(**batch).loss
 
-    assert loss.item() == pytest.approx(
-        expected.item(), rel=ROUNDED
-    )  # transformers computes it in float32
+    # transformers computes it in float32.
+    assert loss.item() == pytest.approx(expected.item(), rel=ROUNDED)
     assert_gradients_close(gradients_by(model, loss), expected_gradients, ROUNDED)
 
 

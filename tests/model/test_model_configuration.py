@@ -36,6 +36,7 @@ from tests.model.tiny_models import tiny_config
             ({"text_full_layers": layers}, "text_full_layers is .* of 0 to 1")
             for layers in ([2], [-1], [1, 0], [0, 0])
         ),
+        ({"rope_layers": []}, "rope_layers is .*; without positions"),
         ({"text_full_layers": [0]}, "text_full_layers needs a text_window"),
         ({"text_window": 0}, "text_window is 0 and text_sinks 4; they must be at least 1 and 0"),
         ({"text_window": 8, "text_sinks": -1}, "text_window is 8 and text_sinks -1; they must be"),
@@ -65,8 +66,7 @@ def test_defaults_follow_from_other_fields() -> None:
     config = tiny_config()
     assert (config.intermediate_size, config.head_size) == (128, 8)
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
-    tiny_config(
-        hidden_size=12, position_embedding="learned"
-    )  # an odd head size is for rotary positions alone
+    # An odd head size is for rotary positions alone.
+    tiny_config(hidden_size=12, position_embedding="learned")
     tiny_config(meta_token_id=None, second_attention="causal")
     assert MetaGPT2Config.paper().to_dict() == MetaGPT2Config(unpadded_vocab_size=50258).to_dict()

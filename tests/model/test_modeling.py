@@ -38,10 +38,11 @@ from tests.retrofit.callers import SETTINGS, shared_model_of
     [
         ({"second_attention": "none"}, 123_587_328),
         ({"second_attention": "meta"}, 151_908_096),
+        # As many as the model that it is a control for.
         (
             {"second_attention": "causal"},
             151_908_096,
-        ),  # as many as the model that it is a control for
+        ),
         ({"second_attention": "none", "position_embedding": "none"}, 123_587_328),
         ({"second_attention": "meta", "position_embedding": "learned"}, 151_908_096 + 786_432),
     ],
@@ -192,9 +193,8 @@ def test_hidden_states_and_attentions_of_each_layer(second_attention: str) -> No
     assert [tuple(states.shape) for states in outputs.hidden_states] == [(2, 7, 32)] * 4
     assert len(outputs.attentions) == 3
     assert (outputs.meta_attentions is None) == (second_attention == "none")
-    assert_close(
-        outputs.logits, model(ids).logits, ROUNDED
-    )  # the eager softmax is float32 in transformers
+    # The eager softmax is float32 in transformers.
+    assert_close(outputs.logits, model(ids).logits, ROUNDED)
 
 
 # --- ways to train and to run it
@@ -228,9 +228,8 @@ NEEDS_COMPILER = pytest.mark.skipif(
     "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.thorough, NEEDS_COMPILER])]
 )
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, like the next,
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # while it compiles
+# While it compiles.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_model_equals_eager(backend: str) -> None:
     model, ids = (
         tiny_model(num_hidden_layers=1, dtype=torch.float32).train(),

@@ -31,9 +31,8 @@ def test_a_layer_that_has_hooks_or_was_replaced_is_called(monkeypatch: pytest.Mo
     x, calls = torch.randn(1, 24), []
     hooked, patched = nn.Linear(24, 40), nn.Linear(24, 40)
     hooked.register_forward_hook(lambda *_: calls.append("hook"))
-    monkeypatch.setattr(
-        patched, "forward", lambda x: calls.append("forward")
-    )  # as accelerate's offloading does
+    # As accelerate's offloading does.
+    monkeypatch.setattr(patched, "forward", lambda x: calls.append("forward"))
     linear(hooked, x)
     linear(patched, x)
 

@@ -114,9 +114,8 @@ MASKED = {
 ALL = AT_ONCE | IN_PIECES | MASKED
 # Without a window a Llama itself refuses columns to come, unless there is a cache.
 WINDOWED = AT_ONCE | IN_PIECES | {"columns to come": Pass(padding=LEFT, further_columns=3)}
-FULL = {
-    name: case for name, case in WINDOWED.items() if case.cache is not fixed
-}  # the others are refused
+# The others are refused.
+FULL = {name: case for name, case in WINDOWED.items() if case.cache is not fixed}
 
 
 def meta_gpt2(attention: str) -> PreTrainedModel:

@@ -268,11 +268,12 @@ def test_settings_in_which_both_guess_or_are_at_the_ceiling_are_left_out(judged)
     ]
     assert gain.tasks["parity"].value == pytest.approx(0.3)
     assert gain.tasks["segment_counting"].value == pytest.approx(-0.22)
+    # A claim that nothing is lost has no ceiling.
     assert reasons_of(match)[:3] == [
         "both guess",
         "",
         "",
-    ]  # a claim that nothing is lost has no ceiling
+    ]
     assert (copying.verdict, copying.strata) == ("inconclusive", ())
 
 

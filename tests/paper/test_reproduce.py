@@ -170,6 +170,7 @@ def test_the_curve_of_a_task_begins_with_its_curriculum(reproduce, tiny):
     first = 3 * text_tokens_of_a_step(out, "stage-1")
     second = first + 2 * text_tokens_of_a_step(out, "stage-2")
     last = second + 4 * text_tokens_of_a_step(out, "train-64")
+    # 3 and 2 of the curriculum, then 4.
     assert list(read) == [
         1,
         2,
@@ -180,7 +181,7 @@ def test_the_curve_of_a_task_begins_with_its_curriculum(reproduce, tiny):
         7,
         8,
         9,
-    ]  # 3 and 2 of the curriculum, then 4
+    ]
     assert read[3] == pytest.approx(first, abs=1)
     assert read[5] == pytest.approx(second, abs=1)
     assert read[9] == pytest.approx(last, abs=2)
@@ -531,9 +532,8 @@ def test_a_published_model_in_place_of_a_pretrained_one(reproduce, tiny, publish
     inputs = load([out])
     [described] = inputs.read.runs[0].models.values()
     base = GPTNeoForCausalLM.from_pretrained(published)
-    rows = (
-        64 * math.ceil((base.config.vocab_size + 1) / 64) + 1
-    )  # the meta-token's own row is outside the table
+    # The meta-token's own row is outside the table.
+    rows = 64 * math.ceil((base.config.vocab_size + 1) / 64) + 1
     assert described.parameters == base.num_parameters() + (rows - base.config.vocab_size) * 16
     assert described.description == f"{published}, as published"
     measured = {(line.model, line.metric, line.task) for line in inputs.read.results}

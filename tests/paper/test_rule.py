@@ -22,9 +22,8 @@ from metatokens.paper.rule import (
     verdict_everywhere,
 )
 
-SPREAD = np.array(
-    [-0.02, 0.0, 0.02]
-)  # variance 0.0004: of three runs a side the error is 0.01633, df 4, reach 0.04534
+# Variance 0.0004: of three runs a side the error is 0.01633, df 4, reach 0.04534.
+SPREAD = np.array([-0.02, 0.0, 0.02])
 
 
 def versus(gap, spread=SPREAD, task="parity"):
@@ -48,12 +47,13 @@ def test_an_interval_by_hand():
         (0.04, "gain", 0.05, "inconclusive"),  # -0.005 to 0.085
         (0.004, "gain", 0.05, "equivalent"),  # -0.041 to 0.0493
         (-0.01, "gain", 0.05, "contradicted"),  # -0.055 to 0.035
+        # It lies above 0 too: equivalent comes first.
         (
             0.06,
             "gain",
             0.2,
             "equivalent",
-        ),  # it lies above 0 too: equivalent comes first
+        ),
         (0.0, "match", 0.05, "supported"),  # above -0.05
         (-0.01, "match", 0.05, "inconclusive"),  # from -0.055 on
         (-0.1, "match", 0.05, "contradicted"),  # up to -0.055

@@ -17,17 +17,19 @@ from metatokens.paper.rule import (
     verdict,
 )
 
+# SD between runs, as observed.
 TASKS = {
     "parity": 0.05,
     "copying": 0.03,
     "segment_counting": 0.08,
     "list_recall": 0.15,
-}  # SD between runs, as observed
+}
+# Runs a side: prompts, repetitions.
 SIZES = {
     3: (500, 2000),
     5: (500, 2000),
     12: (500, 1500),
-}  # runs a side: prompts, repetitions
+}
 
 of_luck = pytest.mark.parametrize("luck", [None, 0.6])
 of_runs = pytest.mark.parametrize("runs", SIZES)

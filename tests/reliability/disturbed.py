@@ -78,9 +78,8 @@ def no_room(at: str, room: int) -> None:
         path = os.fspath(arguments[0])
         is_written = event == "os.mkdir" or arguments[2] & (os.O_WRONLY | os.O_RDWR)
         if is_written and isinstance(path, str) and at in path:
-            size = (
-                os.stat(path).st_size if os.path.isfile(path) else 0
-            )  # a file that is appended to already has a size
+            # A file that is appended to already has a size.
+            size = os.stat(path).st_size if os.path.isfile(path) else 0
             resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, resource.RLIM_INFINITY))
 
     sys.addaudithook(limit)
@@ -89,9 +88,8 @@ def no_room(at: str, room: int) -> None:
 def unprivileged() -> None:
     """Give up the superuser's right to write where permissions forbid it, also in programs started from here."""
     libc, without_privileges = ctypes.CDLL(None), 1
-    libc.prctl(
-        28, without_privileges, 0, 0, 0
-    )  # PR_SET_SECUREBITS; refused to other users, who do not need it
+    # PR_SET_SECUREBITS; refused to other users, who do not need it.
+    libc.prctl(28, without_privileges, 0, 0, 0)
     assert libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()) == 0
 
 

@@ -211,11 +211,12 @@ def test_results_stay_on_a_disk_that_is_full(run: Run, tmp_path: Path) -> None:
     ("end", "after", "message"),
     [
         ('{"metric": "exact_match", "val', "", "ended in half a line, which is dropped"),
+        # Whole, except for its end.
         (
             '{"metric": "exact_match"}',
             '{"metric": "exact_match"}\n',
             "",
-        ),  # whole, except for its end
+        ),
         ("my own notes", "my own notes\n", ""),
     ],
 )

@@ -32,20 +32,19 @@ from tests.retrofit.small import auto_class, small
 ROWS, META, LENGTH = 320, 319, 24
 ROUNDINGS = decoder_roundings(torch.float32, blocks=4, width=64, length=2 * LENGTH)
 ROUNDED = rounding_bound(torch.float32, ROUNDINGS, 5)  # for logits and states, which are below 5
-ROUNDED_WEIGHT = rounding_bound(
-    torch.float32, ROUNDINGS
-)  # for attention weights and probabilities, which are below 1
-ROUNDED_GRADIENT = rounding_bound(
-    torch.float32, 2 * ROUNDINGS
-)  # for gradients, as a share of the largest
+# For attention weights and probabilities, which are below 1.
+ROUNDED_WEIGHT = rounding_bound(torch.float32, ROUNDINGS)
+# For gradients, as a share of the largest.
+ROUNDED_GRADIENT = rounding_bound(torch.float32, 2 * ROUNDINGS)
 CORPUS = [
     "the cat sat on a mat while two dogs ran over green hills and a river in spring; nobody saw how they came back"
 ]
+# What tests ask `add_meta_attention` for.
 ADDED: dict[str, Any] = {
     "meta_token_id": META,
     "heads": 2,
     "head_size": 16,
-}  # what tests ask `add_meta_attention` for
+}
 MOST_PARAMETERS = 40_000_000
 
 _TOKENS = {"vocab_size": ROWS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -177,9 +176,8 @@ def retrofitted(
 ) -> PreTrainedModel:
     """The same decoder with meta-attention that has an effect, for the caller to change."""
     model = deepcopy(shared(name, freeze=freeze, dtype=dtype, **choices))
-    torch.manual_seed(
-        3
-    )  # what a test draws next does not depend on whether the model was made before
+    # What a test draws next does not depend on whether the model was made before.
+    torch.manual_seed(3)
     return model
 
 
@@ -376,9 +374,8 @@ def scored_columns_error(name: str) -> float:
         out.loss.backward()
         losses.append(out.loss.detach())
         gradients.append(gradients_of(model))
-    assert (
-        out.logits.shape[1] == LENGTH - 11
-    )  # the first eight, the last, and two that neither row is scored on
+    # The first eight, the last, and two that neither row is scored on.
+    assert out.logits.shape[1] == LENGTH - 11
     expected, actual = gradients
     return max(far(*losses), *(far(actual[name], gradient) for name, gradient in expected.items()))
 

@@ -84,9 +84,8 @@ def smaller(name: str, value: Any, length: int | None) -> Any:
     """The value of a field in a small model; the given value if it can stay."""
     if value is None and re.fullmatch(_NEEDED, name):
         value = ROWS
-    if (
-        name == "rope_parameters" and isinstance(value, dict) and "rope_type" in value
-    ):  # read by some models only
+    # Read by some models only.
+    if name == "rope_parameters" and isinstance(value, dict) and "rope_type" in value:
         half = int(HEAD // 2 * value.get("partial_rotary_factor", 1))
         return value | {"mrope_section": [half - half // 3 * 2, half // 3, half // 3]}
     if isinstance(value, bool) or value is None:

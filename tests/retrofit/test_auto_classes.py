@@ -149,9 +149,8 @@ def test_a_model_of_text_and_images(name: str, tmp_path: Path) -> None:
         assert type(loaded) is type(model)
         assert torch.equal(logits(loaded, ids), logits(model, ids))
     body = AutoModel.from_pretrained(tmp_path).eval()
-    expected = (
-        model if type(body) is type(model) else model.base_model
-    )  # in Llama 4 the body is the whole model
+    # In Llama 4 the body is the whole model.
+    expected = model if type(body) is type(model) else model.base_model
     with torch.no_grad():
         assert torch.equal(body(ids, use_cache=False)[0], expected(ids, use_cache=False)[0])
 

@@ -70,9 +70,8 @@ def test_blocks_with_a_state_forget_tokens_that_were_guessed_wrong() -> None:
     """Such a layer of the cache has no length by which its meta-tokens could be found."""
     model = shared("lfm2_moe")
     with_metas = with_meta_tokens()[:1]
-    ids = torch.where(
-        with_metas == META, META, with_metas % 12 + 1
-    )  # few words, so that guesses are right
+    # Few words, so that guesses are right.
+    ids = torch.where(with_metas == META, META, with_metas % 12 + 1)
     options = {
         "attention_mask": torch.ones_like(ids),
         "max_new_tokens": 20,
@@ -84,6 +83,7 @@ def test_blocks_with_a_state_forget_tokens_that_were_guessed_wrong() -> None:
     assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), expected)
 
 
+# The first two tokens, the meta-tokens (every fourth), and a window.
 STAYING = [
     0,
     1,
@@ -92,7 +92,7 @@ STAYING = [
     11,
     12,
     13,
-]  # the first two tokens, the meta-tokens (every fourth), and a window
+]
 COMPRESSED = pytest.mark.parametrize("caller", ["rope-meta", "llama", "gpt_neox"])
 
 

@@ -55,9 +55,8 @@ def compute(name: str, kind: str, dtype: torch.dtype, window: int | None, out: P
         assert all(isinstance(weight, DTensor) for weight in model.parameters())
     else:
         model = DistributedDataParallel(model)
-    shared = gradients(
-        model, batch()[2 * rank : 2 * rank + 2], scale=2
-    )  # both wrappers average over the processes
+    # Both wrappers average over the processes.
+    shared = gradients(model, batch()[2 * rank : 2 * rank + 2], scale=2)
     if kind == "fsdp":
         shared = {name: gradient.full_tensor() for name, gradient in shared.items()}
     if rank == 0:

@@ -46,12 +46,10 @@ from tests.retrofit.architectures import (
 from tests.retrofit.callers import model_of
 
 pytestmark = [
-    pytest.mark.filterwarnings(
-        "ignore:'pin_memory' argument"
-    ),  # Trainer's default, where there is no GPU
-    pytest.mark.filterwarnings(
-        "ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning"
-    ),  # PEFT's own
+    # Trainer's default, where there is no GPU.
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument"),
+    # PEFT's own.
+    pytest.mark.filterwarnings("ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning"),
 ]
 LORA = peft.LoraConfig(
     task_type="CAUSAL_LM",
@@ -148,9 +146,8 @@ def test_a_pickle_is_read_by_another_process(tmp_path: Path, run_ranks: Run) -> 
     run_ranks(1, continue_pickled, tmp_path)
 
     for ours, theirs in zip(expected, torch.load(tmp_path / "logits.pt"), strict=True):
-        assert (
-            error(ours, theirs) < ROUNDED
-        )  # not bit for bit: some processors round by the place in memory
+        # Not bit for bit: some processors round by the place in memory.
+        assert error(ours, theirs) < ROUNDED
 
 
 # --- Trainer
@@ -370,9 +367,8 @@ def test_embeddings_in_half_precision_under_autocast() -> None:
     assert error(rounded, expected) > bound  # in float32 none is exactly the meta-token's
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*on a device type different"
-)  # transformers' own, before 5.23, of any such model
+# transformers' own, before 5.23, of any such model.
+@pytest.mark.filterwarnings("ignore:.*on a device type different")
 @pytest.mark.parametrize(("name", "is_base_offloaded"), [("llama", False), ("gpt_neox", True)])
 def test_weights_that_accelerate_keeps_elsewhere(name: str, is_base_offloaded: bool) -> None:
     ids, plain = with_meta_tokens(), shared(name)
@@ -414,7 +410,6 @@ def test_a_base_in_eight_bits(tmp_path: Path) -> None:
     for name, weight in load_file(tmp_path / "added" / "meta_tokens.safetensors").items():
         assert torch.equal(weight, shared("llama").get_parameter(name)), name
     freeze_base(wide, trained=True)  # except quantised weights
-    lora = peft.get_peft_model(
-        model, deepcopy(LORA)
-    )  # without adapters, Trainer refuses quantised models
+    # Without adapters, Trainer refuses quantised models.
+    lora = peft.get_peft_model(model, deepcopy(LORA))
     trainer_of(lora, tmp_path / "run", 2).train()

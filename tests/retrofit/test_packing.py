@@ -27,9 +27,8 @@ NAMES = (
     "mixtral", "modernbert-decoder", "olmo2", "phi", "qwen3",
 )  # fmt: skip
 JOINED = ["biogpt", "gpt_oss", "opt"]
-if Version(transformers.__version__) < Version(
-    "5.24"
-):  # which keeps the sequences of this one apart
+# Which keeps the sequences of this one apart.
+if Version(transformers.__version__) < Version("5.24"):
     JOINED.append("falcon")
 JOINS = "this base lets sequences that are packed into one row see one another"
 

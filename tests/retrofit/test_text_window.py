@@ -130,9 +130,8 @@ def test_flex_attention(caller: str, stance: str) -> None:
 # --- the function that sets a window
 
 
-@pytest.mark.filterwarnings(
-    "ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning"
-)  # PEFT's
+# PEFT's.
+@pytest.mark.filterwarnings("ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning")
 @BLOCKS
 @torch.no_grad()
 def test_the_window_is_saved_with_the_model_and_with_what_was_added(
@@ -155,9 +154,8 @@ def test_the_window_is_saved_with_the_model_and_with_what_was_added(
         assert (loaded.config.text_window, loaded.config.text_sinks) == (WINDOW, SINKS)
         assert loaded.config.text_full_layers == ([*full] or None)
         assert torch.equal(loaded(ids, attention_mask=mask).logits, expected)
-    tuned = get_peft_model(
-        model, LoraConfig(target_modules=["q_proj"])
-    )  # its adapters add nothing yet
+    # Its adapters add nothing yet.
+    tuned = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
     assert torch.equal(tuned(ids, attention_mask=mask).logits, expected)
 
 
@@ -219,9 +217,8 @@ def test_only_the_function_that_checks_the_base_sets_a_window(tmp_path: Path) ->
 
     with pytest.raises(UserError, match="text_full_layers cannot be set in a configuration"):
         loaded.config.text_full_layers = [0]
-    with torch.autocast(
-        "cpu", torch.bfloat16
-    ):  # the check of the base compares in the base's precision
+    # The check of the base compares in the base's precision.
+    with torch.autocast("cpu", torch.bfloat16):
         set_text_window(loaded, 5, 2, FULL)
 
 

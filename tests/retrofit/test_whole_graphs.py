@@ -183,9 +183,8 @@ def step_callers() -> list[Any]:
 
 
 @pytest.mark.quick(caller=["rope-meta"], meta_every=[3])
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # torch's own, as it compiles
+# torch's own, as it compiles.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("meta_every", [None, 3])
 @pytest.mark.parametrize("caller", step_callers())
 def test_generate_compiles_its_step(caller: str, meta_every: int | None) -> None:

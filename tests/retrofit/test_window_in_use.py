@@ -38,9 +38,8 @@ IDS = torch.tensor(ROWS[:1])
 LORA = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])
 pytestmark = [
     pytest.mark.filterwarnings("ignore:::peft"),
-    pytest.mark.filterwarnings(
-        "ignore:.is_gradient_checkpointing.:FutureWarning"
-    ),  # that PEFT reads
+    # That PEFT reads.
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),
 ]
 
 

@@ -109,9 +109,8 @@ def test_a_compiled_base_gets_meta_attention(tmp_path: Path) -> None:
 
     assert add_meta_attention(wrapper, **options) is wrapper
     train_like(wrapper)
-    with torch.compiler.set_stance(
-        "eager_on_recompile"
-    ):  # traces nothing, but would run a graph that still holds
+    # Traces nothing, but would run a graph that still holds.
+    with torch.compiler.set_stance("eager_on_recompile"):
         after = logits(wrapper, ids)
     assert error(after, logits(expected, ids)) < 1e-5
     assert error(after, before) > 0.01

@@ -135,9 +135,8 @@ def test_excerpts_of_a_document_are_in_one_split(tokenizer):
             data.sample(index, 1, split).completion.strip()[0] for index in range(200)
         }
 
-    assert len(set.union(*letters_in.values())) == sum(
-        map(len, letters_in.values())
-    )  # none is in two
+    # None is in two.
+    assert len(set.union(*letters_in.values())) == sum(map(len, letters_in.values()))
 
 
 def test_a_stages_prompts_have_its_sizes(tokenizer):

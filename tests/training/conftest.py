@@ -27,10 +27,11 @@ TRAINING = (
     "training.warmup_steps=1",
     "training.eval_steps=0",
 )
+# Of learning rate 0: the model stays as it is.
 ONE_STEP = (
     "training.max_steps=1",
     "training.save_steps=1",
-)  # of learning rate 0: the model stays as it is
+)
 
 
 @pytest.fixture(scope="session")

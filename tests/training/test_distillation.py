@@ -21,9 +21,10 @@ from tests.model.tiny_models import tiny_model
 from tests.retrofit.architectures import META, base, train_like
 from tests.training.conftest import Models, figures_of
 
+# PEFT's.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning"
-)  # PEFT's
+)
 ROWS = [
     [5, META, 9, 8, META, META, 7, 6, 5, 4, 11, 12],
     [META, 20, 21, META, 22, 23, 24],

@@ -175,9 +175,8 @@ def test_labels_are_counted_over_all_processes(
     assert_same_training(tmp_path / "2" / "data", tmp_path / "1" / "data")
 
 
-@pytest.mark.filterwarnings(
-    "ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning"
-)  # PEFT's own
+# PEFT's own.
+@pytest.mark.filterwarnings("ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning")
 @pytest.mark.quick(options=[("--lora", "rank=2")])
 @pytest.mark.parametrize("options", [("--lora", "rank=2"), ("--lora", "rank=2", "--keep-adapter")])
 def test_all_processes_train_the_adapters_of_the_length_before(

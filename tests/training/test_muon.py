@@ -40,9 +40,8 @@ def papers_update(momentum: np.ndarray, gradient: np.ndarray, learning_rate: flo
 def test_two_steps_of_a_matrix_are_those_of_the_paper(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        muon, "STACKED", 2 * math.prod(shape)
-    )  # a stack of two matrices, and the third by itself
+    # A stack of two matrices, and the third by itself.
+    monkeypatch.setattr(muon, "STACKED", 2 * math.prod(shape))
     draw = np.random.default_rng(0)
     starts = draw.normal(size=(3, *shape))
     gradients = draw.normal(size=(2, 3, *shape))
@@ -112,17 +111,15 @@ def test_embeddings_biases_and_norms_are_adamws(trainer: MetaTokenTrainer) -> No
     rest = {*names.values()} - by_muon - tables
     assert tables == {"model.embed_tokens.weight", "model.learned_positions.weight"}
     assert dimensions == {1}
-    assert (
-        len(by_muon) == 2 * 6
-    )  # of each block: two attentions' two projections and the feed-forward's two
+    # Of each block: two attentions' two projections and the feed-forward's two.
+    assert len(by_muon) == 2 * 6
     assert len(rest) == len(plain["params"])
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     assert "weight_decay" not in matrices
 
 
-@pytest.mark.parametrize(
-    "kind", ["bloom", "gpt_neox", "llama", "mpt"]
-)  # their lists of blocks have other names
+# Their lists of blocks have other names.
+@pytest.mark.parametrize("kind", ["bloom", "gpt_neox", "llama", "mpt"])
 def test_the_blocks_of_any_decoder_are_found(kind: str) -> None:
     config = AutoConfig.for_model(
         kind,

@@ -72,9 +72,8 @@ def test_a_model_learns(pretraining: Pretraining, tmp_path: Path) -> None:
     )
     pretrain(recipe, tmp_path / "run")
     losses = figures_of(tmp_path / "run", "loss")
-    assert losses[0] == pytest.approx(
-        math.log(832), abs=0.5
-    )  # 769 entries padded to 832, none of them preferred
+    # 769 entries padded to 832, none of them preferred.
+    assert losses[0] == pytest.approx(math.log(832), abs=0.5)
     assert np.mean(losses[-10:]) < 0.6 * losses[0]
 
 
@@ -106,9 +105,8 @@ def test_the_held_out_loss_is_the_mean_over_the_text_of_held_out_blocks(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "metatokens.training.pretrain.HELD_OUT_BLOCKS", 6
-    )  # a whole batch, and a half
+    # A whole batch, and a half.
+    monkeypatch.setattr("metatokens.training.pretrain.HELD_OUT_BLOCKS", 6)
     pretrain(pretraining(*ONE_STEP, "training.eval_steps=1", "training.seed=3"), tmp_path / "run")
     expected = text_loss(tmp_path / "run", small_store, "held_out", 6, seed=3)
     assert figures_of(tmp_path / "run", "eval_loss") == [pytest.approx(expected, rel=ROUNDED)]
@@ -123,9 +121,8 @@ def test_the_held_out_loss_is_measured_ten_times_or_less_often_in_a_short_run(
         "training.eval_steps=null",
         f"training.per_device_train_batch_size={batch}",
     )
-    assert (
-        settings.training.measured_every(64) == every
-    )  # training reads twice as many blocks in between
+    # Training reads twice as many blocks in between.
+    assert settings.training.measured_every(64) == every
 
 
 def test_a_held_out_split_shorter_than_a_block_is_not_measured_unless_it_is_asked_for(
@@ -153,9 +150,8 @@ def test_progress_has_the_latest_figures_with_their_steps(
     assert loss_steps == logged
     assert eval_steps == [None, None, 3, 3, 3, 6, 6, 6]
     assert shown == [losses[step] for step in logged]
-    assert (
-        seen.figures[0]["tokens_per_second"] == 4 * 32 / 2
-    )  # 4 blocks; a look at the clock takes 2 seconds
+    # 4 blocks; a look at the clock takes 2 seconds.
+    assert seen.figures[0]["tokens_per_second"] == 4 * 32 / 2
 
 
 # --- interrupted and resumed
@@ -219,9 +215,8 @@ def test_a_damaged_checkpoint_is_dropped_for_the_one_before(
     assert "checkpoint-6" in capsys.readouterr().err
 
 
-@pytest.mark.filterwarnings(
-    "ignore:This process:DeprecationWarning"
-)  # Python's own, about forking with threads
+# Python's own, about forking with threads.
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_damaged_shard_is_named_before_any_training_on_it(
     workers: int, pretraining: Pretraining, small_store: TokenStore, steps: type, tmp_path: Path
@@ -278,9 +273,8 @@ def test_a_finished_run_is_not_repeated_whatever_does_not_change_its_result(
 # --- the loss, and what does not change it
 
 
-@pytest.mark.filterwarnings(
-    "ignore:This DataLoader will create:UserWarning"
-)  # on a machine of one core
+# On a machine of one core.
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 def test_the_number_of_loading_workers_changes_nothing(
     pretraining: Pretraining, undisturbed: Path, tmp_path: Path
 ) -> None:

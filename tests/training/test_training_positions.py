@@ -27,9 +27,8 @@ def test_half_of_the_sequences_have_one_jump_at_any_place_and_of_any_size() -> N
     indices = np.bincount(gaps[has_jump].argmax(dim=1), minlength=10)
     sizes = np.bincount(gaps[has_jump].sum(dim=1), minlength=21)[1:]
     assert jumps_of_a_row.max() == 1
-    assert has_jump.double().mean().item() == pytest.approx(
-        0.5 * 20 / 21, abs=0.03
-    )  # a jump may be of size 0
+    # A jump may be of size 0.
+    assert has_jump.double().mean().item() == pytest.approx(0.5 * 20 / 21, abs=0.03)
     assert chisquare(indices).pvalue > 1e-3
     assert chisquare(sizes).pvalue > 1e-3
     assert drawn.max() == 29

@@ -31,9 +31,8 @@ class PromptIds:
 
     ids: Tensor  # (length,) int64
     is_meta: Tensor  # (length,) bool
-    metas: list[
-        int
-    ]  # the meta-tokens' positions, ascending; there is at least one, and the last has text before it
+    # The meta-tokens' positions, ascending; there is at least one, and the last has text before it.
+    metas: list[int]
     answer: int  # the answer's first id
 
     @classmethod

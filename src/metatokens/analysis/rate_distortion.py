@@ -54,12 +54,10 @@ class Schedule:
 
 
 PAPER_EXAMPLES = 50
-PAPER_SCHEDULE = Schedule(
-    batch=1, epochs=5, learning_rate=1e-2
-)  # Adam's usual 1e-3 gives less than guessing
-SCHEDULE = Schedule(
-    batch=250, epochs=100, learning_rate=3e-2
-)  # four times as many epochs gain a few per cent
+# Adam's usual 1e-3 gives less than guessing.
+PAPER_SCHEDULE = Schedule(batch=1, epochs=5, learning_rate=1e-2)
+# Four times as many epochs gain a few per cent.
+SCHEDULE = Schedule(batch=250, epochs=100, learning_rate=3e-2)
 
 
 class Bottleneck(nn.Module):

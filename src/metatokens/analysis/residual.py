@@ -136,9 +136,8 @@ def _attention_of_final(
     samples: Samples, number: int, prompt: PromptIds, seen: Observation
 ) -> None:
     class_of_position = np.array(key_classes(prompt))
-    modules: set[str] = (
-        set()
-    )  # that were described: the keys of a module are the same in every layer
+    # That were described: the keys of a module are the same in every layer.
+    modules: set[str] = set()
     for (module, layer), inputs in seen.attention.items():
         weights = _final_weights(prompt, inputs)
         key_positions = inputs.positions[: weights.shape[1]].cpu().numpy()

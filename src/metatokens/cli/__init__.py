@@ -33,9 +33,8 @@ PANELS = {
     "Report": (plot, report),
 }
 INTERRUPTED = 130  # typer's exit status after Ctrl-C
-UsageError: Any = (
-    typer.BadParameter.__base__
-)  # of click, or of the copy of click in typer, which exports neither
+# Of click, or of the copy of click in typer, which exports neither.
+UsageError: Any = typer.BadParameter.__base__
 
 
 class _Plain:
@@ -92,9 +91,9 @@ def main(command: typer.Typer = app) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        status = command(
-            standalone_mode=False
-        )  # a mistake then comes here, and typer draws no box around it
+        _check_arguments()
+        # A mistake then comes here, and typer draws no box around it.
+        status = command(standalone_mode=False)
     except (UserError, UsageError) as error:
         if "--debug" in sys.argv:
             raise
@@ -107,6 +106,15 @@ def main(command: typer.Typer = app) -> None:
         _leave()
     if status:
         sys.exit(status)
+
+
+def _check_arguments() -> None:
+    """Refuse what no result could name, before anything is measured."""
+    for argument in sys.argv[1:]:
+        try:
+            argument.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"the argument {argument!a} is not UTF-8.") from error
 
 
 def _write_utf_8() -> None:

@@ -54,6 +54,8 @@ class BlockDataset:
             UserError: if the split is shorter than a block or has no landmark, the fraction is too small for one
                 meta-token a block, or a setting is out of its range.
         """
+        if block_size < 2:
+            raise UserError(f"block_size is {block_size}; a block has at least 2 positions.")
         text = store.tokens(split)
         source = f"the {split} split of {store.path}"
         self._window_size = block_size

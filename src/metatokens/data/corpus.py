@@ -73,7 +73,7 @@ def read_corpus(spec: str) -> Iterator[str]:
 
     Raises:
         UserError: at once, if the spec names no file, or a file of an unknown kind; while reading, if a source cannot
-            be read or a document is not as described above. The message names the file and the line.
+            be read or a document is not as described above. The message names the file.
     """
     return read_part(spec, Part(tuple(_files(spec))))
 
@@ -128,9 +128,8 @@ def _docstrings(path: Path) -> str:
         tree = ast.parse(path.read_bytes())
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
-    nodes.sort(
-        key=lambda node: getattr(node, "lineno", 0)
-    )  # the module has no line and comes first
+    # The module has no line and comes first.
+    nodes.sort(key=lambda node: getattr(node, "lineno", 0))
     return "\n\n".join(filter(None, map(ast.get_docstring, nodes)))
 
 

@@ -19,9 +19,8 @@ Marks = npt.NDArray[np.bool_]
 # The tokens before and after a place that decide whether it has a landmark; no rule reads more bytes than these have.
 BEFORE, AFTER = 72, 4
 _CONTROL = b"\0\0"  # replaces a control token's text
-_BYTES = {
-    ord(letter): byte for byte, letter in bytes_to_unicode().items()
-}  # in a byte-level vocabulary
+# In a byte-level vocabulary.
+_BYTES = {ord(letter): byte for byte, letter in bytes_to_unicode().items()}
 
 # White space of Unicode that ASCII lacks, and four of ASCII's that patterns over bytes do not count. The rules read a
 # space in place of each, after as many fillers as keep all bytes in their places; no text has a filler.
@@ -96,13 +95,11 @@ class Landmarks:
         self._every = int(rule.partition(":")[2] or 0)
         if self._every:
             return
-        self._pieces = np.append(
-            _pieces(tokenizer, len(tokenizer)), _CONTROL
-        )  # the last for rows that have no token
+        # The last for rows that have no token.
+        self._pieces = np.append(_pieces(tokenizer, len(tokenizer)), _CONTROL)
         self._sizes = np.array([len(piece) for piece in self._pieces])
-        self._is_control = np.array(
-            [piece == _CONTROL for piece in self._pieces]
-        )  # numpy would drop trailing NULs
+        # Numpy would drop trailing NULs.
+        self._is_control = np.array([piece == _CONTROL for piece in self._pieces])
         white = b" " if rule == "sentence" else b"\n"
         if not any(white in piece for piece in self._pieces):
             raise UserError(

@@ -52,10 +52,9 @@ class StoreSettings(StoreRecord):
 
     corpus: str
     tokenizer: str
-    held_out: float
-    extra_texts_sha256: (
-        str | None
-    )  # texts that the tokenizer was trained on in addition to the corpus
+    held_out: Annotated[float, Field(ge=0, lt=1)]
+    # Texts that the tokenizer was trained on in addition to the corpus.
+    extra_texts_sha256: str | None
     python: str | None  # the version, for the corpus `builtin`, which is part of Python
 
 
@@ -214,9 +213,8 @@ def _open(folder: Path, shard: Shard) -> Ids:
     path = folder / shard.name
     try:
         with pa.memory_map(str(path)) as file:
-            content = (
-                file.read_buffer()
-            )  # stays mapped when the file is closed, so no file stays open
+            # Stays mapped when the file is closed, so no file stays open.
+            content = file.read_buffer()
         if sha256_of(memoryview(content)) != shard.sha256:
             raise _damaged(path)
         ids = pa.ipc.open_file(content).get_batch(0).column(0).to_numpy()

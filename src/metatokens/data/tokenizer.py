@@ -25,9 +25,8 @@ END_OF_TEXT = "<|endoftext|>"
 META_TOKEN = "<|meta|>"  # shows the meta-token in a decoded text
 MIN_ENTRIES = 300  # of a trained vocabulary; 257 are the bytes and the end-of-text token
 MAX_ENTRIES = 65_536
-UNLIMITED = int(
-    1e30
-)  # no maximum length for transformers, which then does not warn about long texts
+# No maximum length for transformers, which then does not warn about long texts.
+UNLIMITED = int(1e30)
 
 # The library's threads do not survive a fork, so forked data-loading workers use none. If the variable is unset, the
 # library switches them off itself, but prints a warning into the progress display.

@@ -288,7 +288,9 @@ def _write_parts(work: Work, workers: int) -> None:
     context = worker_context(__name__)
     watched, held = context.Pipe(duplex=False)
     with (
-        ProcessPoolExecutor(processes, context, _start_worker, (work, watched)) as pool,
+        ProcessPoolExecutor(
+            processes, context, _start_worker, (work, workers // processes, watched)
+        ) as pool,
         held,  # closed first, however this ends: workers stop at once
     ):
         for future in as_completed([pool.submit(_write_part_in_worker, part) for part in missing]):
@@ -298,9 +300,12 @@ def _write_parts(work: Work, workers: int) -> None:
 _work: Work  # of a worker process
 
 
-def _start_worker(work: Work, watched: Connection) -> None:
+def _start_worker(work: Work, threads: int, watched: Connection) -> None:
     global _work
     _work = work
+    # Tokenizers read these when they first encode.
+    os.environ["RAYON_NUM_THREADS"] = str(threads)
+    os.environ["TOKENIZERS_PARALLELISM"] = str(threads > 1).lower()
     end_with_parent(watched)
 
 

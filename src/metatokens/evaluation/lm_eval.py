@@ -131,10 +131,11 @@ class MetaTokensLM(HFLM):
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         """The log-likelihood of whole texts, in windows of the length that the model was trained for."""
+        # The harness puts its own prefix there.
         with (
             self._trained_length(),
             patch.object(self, "_beginning", []),
-        ):  # the harness puts its own prefix there
+        ):
             return super().loglikelihood_rolling(requests, disable_tqdm)
 
     def _detect_batch_size(self, *args: Any, **kwargs: Any) -> int:
@@ -252,6 +253,9 @@ def _check_options(options: dict[str, Any]) -> None:
             "pretrained, meta_every, marker, device and dtype, and of the harness's own options "
             f"{', '.join(sorted(_SUPPORTED))}."
         )
+    adds_bos = options.get("add_bos_token")
+    if adds_bos is not None and not isinstance(adds_bos, bool):
+        raise UserError(f"add_bos_token is {adds_bos!r}; give True or False.")
 
 
 def _present_device(device: str | None) -> str:

@@ -28,9 +28,8 @@ from metatokens.model.positions import check_length
 from metatokens.model.wrappers import takes_wrapped
 from metatokens.records import About, Result
 
-BlockOf = Callable[
-    [int], tuple[np.ndarray, np.ndarray]
-]  # row -> ids and labels of a block, each (positions,) int64
+# Row -> ids and labels of a block, each (positions,) int64.
+BlockOf = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
 
 @torch.inference_mode()
@@ -118,6 +117,7 @@ def perplexity(
     loss_per_token = block_losses(model, block_of, count, batch) / (text_per_block - 1)
     mean = loss_per_token.mean()
     low, high = normal_interval(mean, loss_per_token.std(ddof=1) / math.sqrt(count))
+    # The lowest loss without context.
     return Result(
         **measure_cache_share(model, (block_of(row)[0] for row in range(count))),
         **subject.present_fields(
@@ -131,9 +131,7 @@ def perplexity(
         n=count * (text_per_block - 1),
         low=math.exp(low),
         high=math.exp(high),
-        chance=math.exp(
-            entropy(np.bincount(blocks.reshape(-1)))
-        ),  # the lowest loss without context
+        chance=math.exp(entropy(np.bincount(blocks.reshape(-1)))),
     )
 
 

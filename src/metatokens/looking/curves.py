@@ -69,10 +69,12 @@ def _curve_file(folder: Path) -> Path | None:
     finished = folder / "curve.jsonl"
     if finished.is_file():
         return finished
-    states = folder.glob("checkpoints/checkpoint-[0-9]*/trainer_state.json")
-    return max(
-        states, key=lambda state: int(state.parent.name.removeprefix("checkpoint-")), default=None
-    )
+    steps = {
+        state: state.parent.name.removeprefix("checkpoint-")
+        for state in folder.glob("checkpoints/checkpoint-*/trainer_state.json")
+    }
+    states = [state for state, step in steps.items() if step.isdecimal()]
+    return max(states, key=lambda state: int(steps[state]), default=None)
 
 
 def _read(file: Path) -> list[Point]:

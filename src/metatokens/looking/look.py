@@ -61,7 +61,7 @@ def look(
             are left out for a model without a meta-token.
         landmarks: a rule for further meta-tokens (`encode_prompt`).
         name: of the model; by default its class.
-        seed: of the choice where decoys stand.
+        seed: for drawing where the decoys stand.
         layers: the blocks whose attention is kept, from 0; None: all.
 
     Raises:

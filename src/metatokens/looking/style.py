@@ -58,12 +58,13 @@ FURTHER = (
     Style("#a07000", (2, 1), "P", 6.5),
     Style("#2f97d0", (6, 1, 1, 1, 1, 1), "X", 6.5),
 )
+# The variants of one model, such as its position embeddings.
 _FILLS = (
     "full",
     "none",
     "left",
     "bottom",
-)  # the variants of one model, such as its position embeddings
+)
 
 
 def palette(labels: Iterable[str]) -> dict[str, Style]:

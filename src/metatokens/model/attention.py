@@ -201,9 +201,8 @@ class CausalAttention(Attention):
         if store is not None:
             k, v = store.update(k, v, self.layer_idx, kwargs=engine)
         if cache is not None and isinstance(mask, Tensor):  # not the block mask of flex attention
-            mask = mask[
-                ..., -k.shape[2] :
-            ]  # PEFT's learned prefixes are keys of the first module alone
+            # PEFT's learned prefixes are keys of the first module alone.
+            mask = mask[..., -k.shape[2] :]
         out, weights = attend(self, q, k, v, mask, scaling=self.scaling, dropout=0.0, **engine)
         return linear(self.out_proj, out.flatten(2)), weights
 
@@ -349,6 +348,5 @@ def _seen_entries(
     # The cache holds earlier meta-tokens, and its entries are in order.
     is_before = torch.arange(key_slots.shape[1], device=key_slots.device) <= new_index[:, None]
     seen = (key_slots[:, None, :] >= 0) & is_before
-    return (seen | ~rows.valid[:, :, None])[
-        :, None
-    ]  # a padded query that sees nothing would give NaN
+    # A padded query that sees nothing would give NaN.
+    return (seen | ~rows.valid[:, :, None])[:, None]

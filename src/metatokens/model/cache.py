@@ -23,16 +23,16 @@ from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.positions import counts_within
 from metatokens.model.rows import TEXT_FEATURE, DenseRows, GatheredRows, shown
 
-if (
-    TYPE_CHECKING
-):  # the mixins go in front of several kinds of caches, so that none of these can be their base
+# The mixins go in front of several kinds of caches, so that none of these can be their base.
+if TYPE_CHECKING:
     from transformers import Cache as AnyCache
     from transformers.cache_utils import CacheLayerMixin as AnyCacheLayer
 else:
+    # The root classes of transformers' caches; Python requires the same here.
     AnyCache, AnyCacheLayer = (
         object,
         ABC,
-    )  # the root classes of transformers' caches; Python requires the same here
+    )
 
 
 class Entries(NamedTuple):

@@ -117,6 +117,8 @@ class MetaGPT2Config(PreTrainedConfig):
 
     def validate_layers(self) -> None:
         """Refuse lists of layers that the model does not have, or that need another choice."""
+        if self.rope_layers == []:
+            raise ValueError("rope_layers is []; without positions, position_embedding is 'none'")
         check_layers("rope_layers", self.rope_layers or [], self.num_hidden_layers)
         check_layers("text_full_layers", self.text_full_layers or [], self.num_hidden_layers)
         if self.rope_layers is not None and self.position_embedding != "rope":

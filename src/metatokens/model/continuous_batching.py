@@ -24,11 +24,12 @@ if TYPE_CHECKING:  # each mixin goes in front of one of these
     from transformers.generation.continuous_batching.requests import RequestState as AnyRequest
     from transformers.generation.continuous_batching.scheduler import Scheduler as AnyScheduler
 else:
+    # The root class of each; Python requires the same here.
     AnyManager, AnyRequest, AnyScheduler = (
         object,
         object,
         ABC,
-    )  # the root class of each; Python requires the same here
+    )
 
 
 class MetaManager(AnyManager):

@@ -102,9 +102,8 @@ class ForgettingRule:
 
     def mask_function(self) -> Callable[[Any, Any, Any, Any], Tensor]:
         """The rule as a mask function of transformers, whose indices count from 0, and broadcast."""
-        key_positions, last_readers = (
-            tensor.contiguous() for tensor in self.keys
-        )  # as flex attention needs them
+        # As flex attention needs them.
+        key_positions, last_readers = (tensor.contiguous() for tensor in self.keys)
         positions = self.positions.expand(len(key_positions), -1)
 
         def is_seen(batch: Any, head: Any, query: Any, key: Any) -> Tensor:

@@ -399,9 +399,8 @@ class MetaTokenGenerationMixin(GenerationMixin):
                 f"the rotary frequencies of this model depend on the length of a text of more than {steady} tokens, "
                 f"and a prompt of {length} in chunks of {size} would have several: leave prefill_chunk_size out."
             )
-        if any(
-            isinstance(value, Tensor) for name, value in step.items() if name not in _SPLIT
-        ):  # images, say
+        # Images, say.
+        if any(isinstance(value, Tensor) for name, value in step.items() if name not in _SPLIT):
             return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
         return self._read_in_chunks(step, size)
 
@@ -438,9 +437,8 @@ class MetaTokenGenerationMixin(GenerationMixin):
         length = split["input_ids"].shape[1] if embeddings is None else embeddings.shape[1]
         for start in range(0, length, size):
             end = min(start + size, length)
-            chunk = {
-                name: value[..., start:end] for name, value in split.items()
-            }  # positions may have three axes
+            # Positions may have three axes.
+            chunk = {name: value[..., start:end] for name, value in split.items()}
             if embeddings is not None:
                 chunk["inputs_embeds"] = embeddings[:, start:end]
             if mask is not None:

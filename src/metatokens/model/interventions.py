@@ -27,9 +27,8 @@ from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import Rotary
 from metatokens.model.wrappers import unwrapped
 
-Draw = Callable[
-    [int], Tensor
-]  # width -> standard normal numbers by position, (batch or 1, length, width)
+# Width -> standard normal numbers by position, (batch or 1, length, width).
+Draw = Callable[[int], Tensor]
 
 
 class Intervention:

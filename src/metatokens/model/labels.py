@@ -33,9 +33,8 @@ def without_meta_tokens(
     if count is not None:
         meta_tokens = is_meta[:, 1:].sum()
         scored = (labels[:, 1:] != -100).sum().clamp(min=1)
-        share = (1 - meta_tokens / scored).clamp(
-            min=1e-6
-        )  # the loss of meta-tokens alone is 0, not 0 / 0
+        # The loss of meta-tokens alone is 0, not 0 / 0.
+        share = (1 - meta_tokens / scored).clamp(min=1e-6)
         kwargs = kwargs | {"num_items_in_batch": count * share}
     return labels.masked_fill(is_meta, -100), kwargs
 

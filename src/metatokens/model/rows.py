@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from metatokens.errors import UserError
 
-TEXT_FEATURE = (
-    -1e4
-)  # the feature of a text's key that hides it in the dense form; half precision holds it
+# The feature of a text's key that hides it in the dense form; half precision holds it.
+TEXT_FEATURE = -1e4
 BREAKS_GRAPH = (
     "a cache that grows holds meta-tokens alone, whose number no graph can know: give use_cache=False, or a cache of a "
     "fixed size."
@@ -139,9 +138,8 @@ class GatheredRows:
     def scatter_add(self, x: Tensor, rows: Tensor) -> Tensor:
         """Add `rows` (batch, most, features) to x (batch, length, features) at the meta-tokens' places."""
         # Padding is dropped after the output projection, whose bias would leak into the first place.
-        rows = rows.to(x.dtype).masked_fill(
-            ~self.valid[:, :, None], 0.0
-        )  # autocast may have lowered the precision
+        # Autocast may have lowered the precision.
+        rows = rows.to(x.dtype).masked_fill(~self.valid[:, :, None], 0.0)
         return x.scatter_add(1, self.index[:, :, None].expand_as(rows), rows)
 
     def mask(self, mask: Tensor, key_slots: Tensor) -> Tensor:
@@ -157,9 +155,8 @@ class GatheredRows:
             self.gather(mask).transpose(-1, -2), key_slots.clamp(min=0)
         ).transpose(-1, -2)
         columns = columns.masked_fill((key_slots < 0)[:, None, None, :], unseen)
-        return columns.masked_fill(
-            ~self.valid[:, None, :, None], seen
-        )  # a padded query that sees nothing gives NaN
+        # A padded query that sees nothing gives NaN.
+        return columns.masked_fill(~self.valid[:, None, :, None], seen)
 
     def spread(self, weights: Tensor, key_slots: Tensor, shape: torch.Size) -> Tensor:
         """Attention weights over all positions, (batch, heads, length, total), 0 except among meta-tokens.

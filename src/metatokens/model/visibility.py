@@ -320,9 +320,8 @@ class Visibility:
             mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(
                 ~mask, torch.finfo(x.dtype).min
             )
-        if (
-            self.engine and mask is not None
-        ):  # before transformers 5.24, "paged|eager" fills the pages itself
+        # Before transformers 5.24, "paged|eager" fills the pages itself.
+        if self.engine and mask is not None:
             attend = sdpa_attention_forward
         log_keys = None
         if config.attention_scale == "log_length":

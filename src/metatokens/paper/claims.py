@@ -286,9 +286,8 @@ def _on_common_prompts(scores: pd.DataFrame) -> pd.DataFrame:
     """The scores of the prompts that all tests have, where every line says which prompts it answered."""
     if not scores["hits"].all():
         return scores.assign(hits="")
-    fewest = (
-        scores.groupby("prompts")["n"].transform("min").astype(int)
-    )  # a test with fewer prompts has the first ones
+    # A test with fewer prompts has the first ones.
+    fewest = scores.groupby("prompts")["n"].transform("min").astype(int)
     hits = list(map(unpack_hits, scores["hits"], fewest))
     return scores.assign(hits=hits, value=[float(of_run.mean()) for of_run in hits])
 

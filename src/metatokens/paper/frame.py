@@ -297,9 +297,8 @@ def _distortions(figures: pd.DataFrame) -> Iterator[Fields]:
         fields = dict(zip(of_run, values, strict=True))
         for subject in ("meta", "text"):
             curves = distortion_curves(select(points, subject=["", subject])).values()
-            distortions = np.array(
-                [distortions_at(curve, RATES) for curve in curves]
-            )  # (fits, rates)
+            # (fits, rates).
+            distortions = np.array([distortions_at(curve, RATES) for curve in curves])
             if len(curves):
                 for rate, mean in zip(RATES, distortions.mean(axis=0), strict=True):
                     at_rate = {"subject": subject, "rate": rate, "value": mean, "n": len(curves)}

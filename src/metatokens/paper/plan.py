@@ -49,9 +49,8 @@ class Stage:
     kind: str  # the beginning of the name
     method: str
     subject: Fields = field(default_factory=dict)  # some of `model`, `task`, `condition`, `recipe`
-    options: Fields = field(
-        default_factory=dict
-    )  # all else that its results depend on, except other stages
+    # All else that its results depend on, except other stages.
+    options: Fields = field(default_factory=dict)
     after: tuple[str, ...] = ()  # the stages that it needs
     product: str | None = None  # the last file that it writes for later stages, in the run's folder
     tables: tuple[str, ...] = ()  # the tables that show its results
@@ -352,14 +351,12 @@ class _Estimate:
         sizes = recipe.model
         trained = tokenizer.removeprefix("train:")
         vocabulary = int(trained) if trained.isdigit() else 50_304  # GPT-2's, padded
-        attentions = (
-            2 if sizes.second_attention == "causal" else 1
-        )  # meta-attention reads one position in ten
+        # Meta-attention reads one position in ten.
+        attentions = 2 if sizes.second_attention == "causal" else 1
         self.blocks = sizes.num_hidden_layers * (8 + 4 * attentions) * sizes.hidden_size**2
         self.output_layer = vocabulary * sizes.hidden_size
-        self.attention = (
-            attentions * sizes.num_hidden_layers * sizes.hidden_size
-        )  # for each key before a token
+        # For each key before a token.
+        self.attention = attentions * sizes.num_hidden_layers * sizes.hidden_size
         self.rate = self.GPU if recipe.training.bf16 else self.CORE
 
     def seconds_to_pretrain(self, tokens: int) -> float:

@@ -64,19 +64,19 @@ def reproduce(
         "tokenizer": sizes.tokenizer,
     }
     pool = open_pool(Runner(out.resolve(), name, sizes), executor, workers, job or {})
+    # A pool refuses its options before a run is replaced.
     with (
         pool,
         open_run(out, settings, overwrite=overwrite),
-    ):  # a pool refuses its options before a run is replaced
+    ):
         log = RunLog(out)
         log.check(plan)
         log.resume()
         left = _stages_left(log, plan)
         provenance = out / "run.json"
         if left or not provenance.exists():
-            provenance.unlink(
-                missing_ok=True
-            )  # so that the next try writes it if this one does not
+            # So that the next try writes it if this one does not.
+            provenance.unlink(missing_ok=True)
             created, began = now(), time.monotonic()
             is_first = not log.entries
             try:
@@ -131,9 +131,8 @@ def _carry_out(
         while order.is_active():
             ready += [by_name[name] for name in order.get_ready()]
             ready.sort(key=lambda stage: (-stage.priority, stage.cost))
-            while (
-                ready and len(running) < pool.size
-            ):  # the longest first, so that they do not run alone at the end
+            # The longest first, so that they do not run alone at the end.
+            while ready and len(running) < pool.size:
                 stage = ready.pop()
                 pool.submit(stage)
                 running.add(stage.name)

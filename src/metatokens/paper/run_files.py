@@ -71,11 +71,8 @@ def read_runs(paths: Sequence[Path]) -> RunLines:
 def _is_of_benchmark(file: Path) -> bool:
     try:
         return "benchmark" in json.loads(read_text(file).partition("\n")[0])
-    except (
-        ValueError,
-        TypeError,
-        RecursionError,
-    ):  # including UserError: the next reader reports what is unreadable
+    except (ValueError, TypeError, RecursionError):
+        # Including UserError: the next reader reports what is unreadable.
         return False
 
 

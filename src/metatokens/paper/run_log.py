@@ -86,9 +86,8 @@ class RunLog:
             if stage.name not in self.entries:
                 continue
             recorded = {**self.entries[stage.name].settings}
-            if (
-                recorded.get("noise_seeds") == 1
-            ):  # an option of older versions; all stages are so now
+            # An option of older versions; all stages are so now.
+            if recorded.get("noise_seeds") == 1:
                 del recorded["noise_seeds"]
             settings = json.loads(json.dumps(stage.settings))
             for key, before, after in differences(recorded, settings):
@@ -142,9 +141,8 @@ def _packed(plain: Path) -> Path:
 def _unpack(plain: Path) -> None:
     packed = _packed(plain)
     if packed.exists():
-        if (
-            not plain.exists()
-        ):  # both exist, with the same lines, if a process was killed before it removed one
+        # Both exist, with the same lines, if a process was killed before it removed one.
+        if not plain.exists():
             write_whole(plain, read_text(packed).encode())
         packed.unlink()
 

@@ -205,19 +205,16 @@ class Preset:
     pretrain_overrides: tuple[str, ...] = ()
     finetune_overrides: tuple[str, ...] = ()
     test_counts: Counts
-    longest_tests: dict[str, int] = field(
-        default_factory=dict
-    )  # the longest bin of tasks with no longer prompts
+    # The longest bin of tasks with no longer prompts.
+    longest_tests: dict[str, int] = field(default_factory=dict)
     # The longest bin tested, in train lengths; None: the longest of all.
     test_ratio: int | None = None
     models: tuple[TrainedModel, ...]
-    extra_conditions: dict[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # for models with rope, by task
+    # For models with rope, by task.
+    extra_conditions: dict[str, tuple[str, ...]] = field(default_factory=dict)
     extra_condition_limit: int = 1024  # the longest bin tested in an extra condition
-    probe_steps: dict[str, int] = field(
-        default_factory=dict
-    )  # steps between two points of a learning curve
+    # Steps between two points of a learning curve.
+    probe_steps: dict[str, int] = field(default_factory=dict)
     inspections: tuple[FurtherTest | Ablation | Analysis, ...] = ()
     looked_into: tuple[
         str, ...

@@ -247,9 +247,8 @@ class MetaModel(MetaBody, MetaTokenGenerationMixin):
 
     def _upload_modified_files(self, working_dir: str | PathLike, *args: Any, **kwargs: Any) -> Any:
         readme = Path(working_dir) / "README.md"
-        if "has been automatically generated" in readme.read_text(
-            encoding="utf-8"
-        ):  # by transformers, just now
+        # By transformers, just now.
+        if "has been automatically generated" in readme.read_text(encoding="utf-8"):
             readme.write_text(self._card, encoding="utf-8")
         return super()._upload_modified_files(working_dir, *args, **kwargs)
 
@@ -367,9 +366,8 @@ def install(model: Any) -> None:
     }
     decoder.meta_config = config
     set_full_layers(blocks, settings.text_full_layers or ())
-    if hasattr(
-        decoder, "meta_settings"
-    ):  # installed already: the decoder was made by `AutoModel.from_config`
+    # Installed already: the decoder was made by `AutoModel.from_config`.
+    if hasattr(decoder, "meta_settings"):
         return
     decoder.meta_settings, decoder.meta_has_trained = settings, False
     decoder.meta_depth = getattr(decoder.config, "num_hidden_layers", None)

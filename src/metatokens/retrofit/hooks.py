@@ -111,9 +111,8 @@ def _inputs_of_base(
         inputs["use_cache"] = False
     if masks:
         inputs |= {"attention_mask": masks[0], CACHE: sight.cache}
-        if (
-            kwargs.get("position_ids") is None
-        ):  # multimodal models have several axes of positions, which stay
+        # Multimodal models have several axes of positions, which stay.
+        if kwargs.get("position_ids") is None:
             inputs["position_ids"] = sight.positions
     return inputs
 

@@ -31,10 +31,11 @@ def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
     declared = {field.name for field in fields(type(config))} - {
         field.name for field in fields(PreTrainedConfig)
     }
+    # Getattr raises for some settings that vary by layer.
     values, defaults = (
         vars(config),
         vars(type(config)()),
-    )  # getattr raises for some settings that vary by layer
+    )
     settings: dict[str, Any] = {}
     for name in sorted(declared):
         value, default = values.get(name), defaults.get(name)

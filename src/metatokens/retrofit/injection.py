@@ -79,10 +79,9 @@ def add_meta_attention(
     check_layers("layers", layers, count)
     points, point_has_residual = find_injection_points(base, layers)
     rows, width = base.get_input_embeddings().weight.shape
+    # OPT-350m's table is narrower.
     settings = MetaSettings.checked(
-        hidden_size=getattr(
-            base.config.get_text_config(), "hidden_size", width
-        ),  # OPT-350m's table is narrower
+        hidden_size=getattr(base.config.get_text_config(), "hidden_size", width),
         num_attention_heads=heads,
         head_size=head_size,
         layers=layers,
@@ -168,10 +167,11 @@ def _check_head(model: PreTrainedModel, row: int) -> None:
 def _add_to_tokenizer(tokenizer: PreTrainedTokenizerBase) -> int:
     """The id of a tokenizer's meta-token, which is added unless it is there."""
     if getattr(tokenizer, "meta_token", None) is None:
+        # Allowed as a key.
         tokenizer.SPECIAL_TOKENS_ATTRIBUTES = [
             *tokenizer.SPECIAL_TOKENS_ATTRIBUTES,
             "meta_token",
-        ]  # allowed as a key
+        ]
         tokenizer.add_special_tokens({"meta_token": META_TOKEN})
     return tokenizer.convert_tokens_to_ids(tokenizer.meta_token)
 

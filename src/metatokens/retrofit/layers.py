@@ -64,9 +64,8 @@ def check_table(table: nn.Module) -> None:
     if isinstance(table, MetaEmbeddingTable):
         return
     wrapper = type(table)
-    if not hasattr(
-        table, "meta_token_id"
-    ):  # PEFT would merge such an adapter into a row that is never read
+    # PEFT would merge such an adapter into a row that is never read.
+    if not hasattr(table, "meta_token_id"):
         raise UserError(
             f"a {wrapper.__name__} around the embeddings bypasses the meta-token's; train them by modules_to_save."
         )

@@ -33,9 +33,8 @@ QUESTIONS = [
 ]
 CHANCE = 0.0
 
-_PIECE = re.compile(
-    r"\s*(?:\w+|[^\w\s]+)"
-)  # a word or a run of punctuation, with the space before it
+# A word or a run of punctuation, with the space before it.
+_PIECE = re.compile(r"\s*(?:\w+|[^\w\s]+)")
 # Of ten documents; the other seven are for training.
 _SPLITS: dict[int, Split] = {
     0: "train",
@@ -83,9 +82,8 @@ class Excerpts:
     def __init__(self, documents: Iterable[str]):
         distinct = map(_document, dict.fromkeys(documents))
         self._documents = sorted(distinct, key=lambda document: -len(document.ends))
-        lengths = np.array(
-            [len(document.ends) for document in self._documents], dtype=np.int64
-        )  # in pieces
+        # In pieces.
+        lengths = np.array([len(document.ends) for document in self._documents], dtype=np.int64)
         self._negative_lengths = -lengths  # ascending, as searchsorted wants it
         self._total_lengths = np.cumsum(lengths)
         self.longest = int(lengths.max(initial=0))

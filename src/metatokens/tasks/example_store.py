@@ -41,9 +41,8 @@ class ExampleStore(Sequence[Encoded]):
             ids = np.asarray(example.input_ids, dtype=np.int32)
             rows.append({"input_ids": ids, "answer_start": example.answer_start})
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(
-            f"{path.name}.{os.getpid()}.partial"
-        )  # other processes may write the same file
+        # Other processes may write the same file.
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         try:
             with pa.ipc.new_file(str(partial), _SCHEMA) as writer:
                 writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=_SCHEMA))

@@ -79,9 +79,8 @@ def rules(condition: str) -> dict[str, Rule]:
         "the word of that number in the last line": partial(_word_of_line, -1),
         "the word of that number in the first line": partial(_word_of_line, 0),
     }
-    if not condition.startswith(
-        "facts_"
-    ):  # whose lists have one item, so that this would do the task
+    # Whose lists have one item, so that this would do the task.
+    if not condition.startswith("facts_"):
         named["the commonest word of the list asked for"] = _commonest_of_list
     return named
 

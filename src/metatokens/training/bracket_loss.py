@@ -41,9 +41,8 @@ def bracket_labels(input_ids: Tensor, meta_token_id: int) -> tuple[Tensor, Tenso
     """
     is_meta = input_ids == meta_token_id
     meta_tokens_before = is_meta.cumsum(dim=1)
-    is_prompt = (
-        meta_tokens_before < meta_tokens_before[:, -1:]
-    )  # the completion follows the last meta-token
+    # The completion follows the last meta-token.
+    is_prompt = meta_tokens_before < meta_tokens_before[:, -1:]
     is_scored = is_prompt & ~is_meta
     return is_scored, is_scored & (meta_tokens_before == 1)
 
@@ -73,9 +72,8 @@ def bracket_loss(model: Any, weight: float | None, micro_batches: int) -> Iterat
         block: nn.Module, args: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor | None]
     ) -> None:
         if block.training:
-            states.append(
-                output[0] if isinstance(output, tuple) else output
-            )  # some return attention weights too
+            # Some return attention weights too.
+            states.append(output[0] if isinstance(output, tuple) else output)
 
     def add_loss(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
@@ -101,9 +99,8 @@ def _loss(
     is_scored, is_inside = bracket_labels(input_ids, meta_token_id)
     targets = is_inside.float()
     positive_weight = torch.full((1,), POSITIVE_WEIGHT, device=input_ids.device)
-    weights = (
-        is_scored / is_scored.sum()
-    )  # a mask, since an index would have a data-dependent shape
+    # A mask, since an index would have a data-dependent shape.
+    weights = is_scored / is_scored.sum()
     losses = []
     for head, state in zip(heads, states, strict=True):
         normed = functional.layer_norm(state, state.shape[-1:])

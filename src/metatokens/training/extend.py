@@ -43,9 +43,8 @@ def extend(
     """
     store = open_store(recipe)
     model = load_model(model_folder)
-    original_length = original_length or int(
-        getattr(model.config, "max_position_embeddings", 0)
-    )  # BLOOM has none
+    # BLOOM has none.
+    original_length = original_length or int(getattr(model.config, "max_position_embeddings", 0))
     apply_yarn(model, factor, original_length)
     data = recipe.data.model_copy(update={"block_size": model.config.max_position_embeddings})
     recipe = recipe.model_copy(update={"data": data, "model": model_settings(model.config)})

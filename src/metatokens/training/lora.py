@@ -11,7 +11,7 @@ def check_rank(model: Any, rank: int) -> None:
     for adapter in model.peft_config.values():
         if adapter.r != rank:
             raise UserError(
-                f"the model has adapters of rank {adapter.r}; `--lora rank={adapter.r}` trains them further."
+                f"the model has adapters of rank {adapter.r}; training.lora_rank={adapter.r} trains them further."
             )
 
 

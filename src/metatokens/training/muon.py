@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from metatokens.decoder import decoder_of
 
-STACKED = (
-    2**22
-)  # entries of the matrices that are stacked, at most: 16 MB; a larger matrix is updated alone
+# Entries of the matrices that are stacked, at most: 16 MB; a larger matrix is updated alone.
+STACKED = 2**22
 
 
 def block_matrices(model: Any) -> list[nn.Parameter]:

@@ -66,9 +66,8 @@ def pretrain(
         recipe = recipe.model_copy(update={"model": model_settings(model.config)})
     elif recipe.model.architecture == "gpt_neo":
         model = new_gpt_neo(_config(recipe, store.tokenizer), store.tokenizer)
-        training = recipe.training.model_copy(
-            update={"train_base": True}
-        )  # the base is untrained too
+        # The base is untrained too.
+        training = recipe.training.model_copy(update={"train_base": True})
         recipe = recipe.model_copy(update={"training": training})
     else:
         config = _config(recipe, store.tokenizer)

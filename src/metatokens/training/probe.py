@@ -65,9 +65,8 @@ def held_out_probe(
         batches = (
             collator(by_length[start : start + size]) for start in range(0, len(by_length), size)
         )
-        loss = held_out_loss(
-            model, batches
-        )  # first, since FSDP gathers the weights only in a call of the model itself
+        # First, since FSDP gathers the weights only in a call of the model itself.
+        loss = held_out_loss(model, batches)
         return loss | {"eval_exact_match": exact_match(model, by_length)}
 
     every = phase.settings.measured_every(len(records))

@@ -49,9 +49,8 @@ def open_run(
     settings = json.loads(json.dumps(settings, default=str))
     try:
         out.mkdir(parents=True, exist_ok=True)
-        _check(
-            out, settings, overwrite
-        )  # before anything is written to a folder that holds other things
+        # Before anything is written to a folder that holds other things.
+        _check(out, settings, overwrite)
     except (OSError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{out} cannot be used as a run folder: {error}.") from error
     with exclusive(out) if is_first_process() else nullcontext():
@@ -80,9 +79,8 @@ def _check_overwriting(out: Path, inputs: Iterable[Path | None]) -> None:
 
 
 def _check(out: Path, settings: dict[str, Any], overwrite: bool) -> None:
-    names = {
-        path.name for path in out.iterdir()
-    }  # read once, since the first process may be writing the settings
+    # Read once, since the first process may be writing the settings.
+    names = {path.name for path in out.iterdir()}
     if SETTINGS in names:
         before = json.loads((out / SETTINGS).read_text(encoding="utf-8"))
         if not (isinstance(before, dict) and before.keys() & {*settings, "recipe", "preset"}):
@@ -136,10 +134,11 @@ def training_of(folder: Path) -> dict[str, Any]:
     Returns:
         `seed`; if the model was fine-tuned on a task, also `train_length` (tokens) and `train_condition`.
     """
+    # Fine-tuning writes each phase to a folder inside the run's.
     for run_folder in (
         folder.parent,
         folder,
-    ):  # fine-tuning writes each phase to a folder inside the run's
+    ):
         try:
             run = json.loads((run_folder / SETTINGS).read_text(encoding="utf-8"))
             return _training_in(run, folder.name)

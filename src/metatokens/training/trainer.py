@@ -63,13 +63,11 @@ FSDP = {
 
 CHECKPOINTS = 2  # of a run; older ones are removed
 
-Figures = Mapping[
-    str, tuple[float, int]
-]  # the latest value of each of FIGURES and tokens_per_second, and its step
+# The latest value of each of FIGURES and tokens_per_second, and its step.
+Figures = Mapping[str, tuple[float, int]]
 FIGURES = ("loss", "learning_rate", "eval_loss", "eval_exact_match")
-Progress = Callable[
-    [int, int, Figures], None
-]  # takes the steps done, the steps in all, and the figures
+# Takes the steps done, the steps in all, and the figures.
+Progress = Callable[[int, int, Figures], None]
 Collate = Callable[[list[Any]], dict[str, torch.Tensor]]
 
 
@@ -97,7 +95,7 @@ class MetaTokenTrainer(Trainer):
         )
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """0: the Trainer would count the parameters anew at every step, for a figure that no file shows."""
+        """0: the Trainer would count the parameters anew at every step, for a figure that nothing here reads."""
         return 0
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
@@ -196,9 +194,8 @@ class MetaTokenTrainer(Trainer):
         total, count = divergence(model, self.model, inputs)
         if num_items_in_batch is None:
             return total / count
-        return (
-            total * process_count() / num_items_in_batch
-        )  # gradients are averaged over the processes
+        # Gradients are averaged over the processes.
+        return total * process_count() / num_items_in_batch
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         # The last chance before the update: a non-finite gradient would ruin the weights.
@@ -365,7 +362,7 @@ def _check_teacher(model: Any, settings: TrainingSettings) -> None:
     is_frozen = settings.lora_rank or (isinstance(model, MetaModel) and not settings.train_base)
     if settings.teacher and (model.config.meta_token_id is None or not is_frozen):
         raise UserError(
-            "training.teacher needs a model with meta-tokens whose base stays as it is: train with --lora, or a "
+            "training.teacher needs a model with meta-tokens whose base stays as it is: train with training.lora_rank, or a "
             "retrofitted model without training.train_base."
         )
 
@@ -423,9 +420,8 @@ def _made_trainable(model: Any, settings: TrainingSettings) -> tuple[Any, Any]:
             "training.keep_adapter needs a base that is on the disk as it is now: save the model first."
         )
     tuned = model
-    if hasattr(
-        model, "get_base_model"
-    ):  # the adapters of an earlier training, which are trained further
+    # The adapters of an earlier training, which are trained further.
+    if hasattr(model, "get_base_model"):
         check_rank(tuned, settings.lora_rank)
         model = model.get_base_model()
         model.base_is_elsewhere = False

@@ -38,9 +38,8 @@ Row = tuple[Text, ...]
 
 SHORTCUT = "best shortcut"
 POSITIONS: dict[str, str] = WORDS["positions"]
-_FIGURE = re.compile(
-    r"[+\u2212]?\d[^\u2192]*$|\u2013|$"
-)  # a cell of a column of figures; settings have arrows
+# A cell of a column of figures; settings have arrows.
+_FIGURE = re.compile(r"[+\u2212]?\d[^\u2192]*$|\u2013|$")
 _PROMPTS = ("task", "condition", "length")  # whose shortcuts are measured
 # The fields in which two figures of one model may differ, and the words for them in the label of a row.
 _APART = {

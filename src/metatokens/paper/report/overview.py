@@ -198,9 +198,8 @@ def command(result: ClaimResult, preset: str | None) -> str:
     if preset not in PRESETS:
         return ""
     only = f" --only {result.claim.only}" if preset in GRIDS else ""
-    texts = (
-        " --corpus TEXT --book BOOK" if preset == "small" else ""
-    )  # its own corpus is for trying it out
+    # Its own corpus is for trying it out.
+    texts = " --corpus TEXT --book BOOK" if preset == "small" else ""
     return f"metatokens reproduce --preset {preset}{only}{texts} --out DIR"
 
 
