@@ -13,6 +13,7 @@ neither the number of processes nor an interruption changes a byte of the store.
 """
 
 import importlib.metadata
+import os
 import platform
 import shutil
 from collections import defaultdict

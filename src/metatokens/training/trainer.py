@@ -362,8 +362,8 @@ def _check_teacher(model: Any, settings: TrainingSettings) -> None:
     is_frozen = settings.lora_rank or (isinstance(model, MetaModel) and not settings.train_base)
     if settings.teacher and (model.config.meta_token_id is None or not is_frozen):
         raise UserError(
-            "training.teacher needs a model with meta-tokens whose base stays as it is: train with training.lora_rank, or a "
-            "retrofitted model without training.train_base."
+            "training.teacher needs a model with meta-tokens whose base stays as it is: train with "
+            "training.lora_rank, or a retrofitted model without training.train_base."
         )
 
 
