@@ -1,10 +1,10 @@
 # make install   the package in .venv, from the lock
 # make demo      train, evaluate and report small models (4 to 12 minutes on two cores)
-# make test      a quick test of every behaviour (four minutes on two cores)
+# make test      a quick test of every behaviour (three minutes on two cores)
 # make test-outside  the tests of benchmarks/ and examples/ (two minutes on two cores)
 # make test-lowest  make test with the oldest transformers that the package allows, in an environment of its own
 # make test-highest  the same with the newest
-# make test-all  all cases of every test, those of benchmarks/ and examples/ too (docs/testing.md; a quarter of an hour)
+# make test-all  all cases of every test, those of benchmarks/ and examples/ too (docs/testing.md; ten minutes)
 # make test-thorough  make test-all with more kills, faults and drawn cases (twenty-five minutes on two cores)
 # make coverage  all cases of the package's tests, with line coverage
 # make lint      the linter and the type checker
