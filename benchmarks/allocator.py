@@ -118,7 +118,7 @@ def main(
             row.append(
                 f"{medians[0]:,.1f} / {medians[1]:,.1f} = {ratio:.2f} ({low:.2f} to {high:.2f})"
             )
-            about = {
+            fields = {
                 "measured": name,
                 "figure": figure,
                 "kept": medians[0],
@@ -126,7 +126,7 @@ def main(
                 "ratio": ratio,
             }
             lines.append(
-                about | {"low": low, "high": high, "n": rounds, "device": device_name("cpu")}
+                fields | {"low": low, "high": high, "n": rounds, "device": device_name("cpu")}
             )
         table.add_row(name, *row)
     Console().print(table)
@@ -136,11 +136,15 @@ def main(
 
 def measured(arguments: list[str], variables: dict[str, str]) -> list[float]:
     """Run a module with its arguments in a process; the process's figures."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")
+    }
     began = time.monotonic()
     with tempfile.TemporaryFile() as said:
         line = [sys.executable, "-m", *arguments]
-        process = subprocess.Popen(line, env=own | variables, stdout=said, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            line, env=environment | variables, stdout=said, stderr=subprocess.STDOUT
+        )
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:

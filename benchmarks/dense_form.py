@@ -229,7 +229,7 @@ def main(
                 ratios = seconds[f"{task}, {form}"] / seconds[f"{task}, {other}"]
                 low, ratio, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
                 row.append(f"{ratio:.2f} ({low:.2f} to {high:.2f})")
-                about = {
+                fields = {
                     "model": name,
                     "task": task,
                     "measured": form,
@@ -238,14 +238,14 @@ def main(
                     "low": low,
                 }
                 own_seconds = float(np.median(seconds[f"{task}, {form}"]))
-                about |= {
+                fields |= {
                     "high": high,
                     "n": rounds,
                     "seconds": own_seconds,
                     "length": length,
                     "threads": threads,
                 }
-                lines.append(about | {"device": device_name(device), "torch": torch.__version__})
+                lines.append(fields | {"device": device_name(device), "torch": torch.__version__})
             table.add_row(name, task, f"{np.median(seconds[f'{task}, base']):.3g}", *row)
     Console(width=130).print(table)
     if out is not None:

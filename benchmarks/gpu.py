@@ -32,7 +32,7 @@ def measurements(device: str) -> list[tuple[str, list[str]]]:
     shape, short, long, rounds = (
         ("paper", "1024", "8192", "8") if is_gpu else ("tiny", "64", "128", "1")
     )
-    own = [
+    shared_options = [
         "--shape",
         shape,
         "--device",
@@ -42,7 +42,7 @@ def measurements(device: str) -> list[tuple[str, list[str]]]:
         "--warmup",
         "3" if is_gpu else "1",
     ]
-    own += ["--dtype", "bfloat16" if is_gpu else "float32"]
+    shared_options += ["--dtype", "bfloat16" if is_gpu else "float32"]
     theirs = [*OURS, "transformers", "gpt2-learned"]
     batch = {short: "8" if is_gpu else "2", long: "1"}
     found = []
@@ -57,14 +57,14 @@ def measurements(device: str) -> list[tuple[str, list[str]]]:
                 *contestants(theirs),
                 *compiled,
             ]
-            found.append((name, ["train", *own, *sizes]))
+            found.append((name, ["train", *shared_options, *sizes]))
     for length in (short, long):
         decoding = [
             "--lengths",
             length,
             *contestants(["gpt2", "meta", "transformers", "gpt2-learned"]),
         ]
-        found.append((f"decode_{length}", ["decode", *own, *decoding]))
+        found.append((f"decode_{length}", ["decode", *shared_options, *decoding]))
     return found
 
 

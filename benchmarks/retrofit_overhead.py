@@ -110,7 +110,7 @@ def main(
                 f"{low:.3f} to {high:.3f}",
                 f"{AIMS[name]:.2f}" if name in AIMS else "",
             )
-            about = {
+            ratios = {
                 "measured": name,
                 "against": against,
                 "ratio": ratio,
@@ -118,7 +118,7 @@ def main(
                 "high": high,
                 "n": rounds,
             }
-            own = {
+            sizes_of_run = {
                 "parameters": sizes[model],
                 "base_parameters": sizes[base],
                 "length": length,
@@ -126,8 +126,8 @@ def main(
             }
             seconds = float(np.median(heat.seconds[name]))
             lines.append(
-                about
-                | own
+                ratios
+                | sizes_of_run
                 | {"seconds": seconds, "device": device_name(device), "torch": torch.__version__}
             )
     Console().print(table)

@@ -65,21 +65,23 @@ def run(
 
     timings: list[Timing] = []
     for entries in heats:
-        own = {
+        settings = {
             entry.name: replace(setting, compiled=setting.compiled or entry.compiled)
             for entry in entries
         }
         peaks = {
-            entry.name: peak_memory(benchmark, entry, own[entry.name]) if memory else None
+            entry.name: peak_memory(benchmark, entry, settings[entry.name]) if memory else None
             for entry in entries
         }
-        units = {entry.name: make_unit(benchmark, entry, own[entry.name]) for entry in entries}
+        units = {entry.name: make_unit(benchmark, entry, settings[entry.name]) for entry in entries}
         units[PRODUCTS] = products_unit(units[entries[0].name], setting)
         heat = race(units, setting, tick)
         for entry in entries:
             against = [other for other in entry.against or (entries[0].name,) if other in units]
             name, peak = entry.name, peaks[entry.name]
-            timings += [_timing(benchmark, own[name], heat, name, other, peak) for other in against]
+            timings += [
+                _timing(benchmark, settings[name], heat, name, other, peak) for other in against
+            ]
     return timings
 
 
@@ -186,9 +188,11 @@ def _timing(
         heat.units[against],
         heat.units[next(iter(heat.units))],
     )
-    own = heat.seconds[name]
-    low, median, high = np.quantile(own, (0.25, 0.5, 0.75))
-    ratio_low, ratio, ratio_high = np.quantile(own / heat.seconds[against], (0.25, 0.5, 0.75))
+    own_seconds = heat.seconds[name]
+    low, median, high = np.quantile(own_seconds, (0.25, 0.5, 0.75))
+    ratio_low, ratio, ratio_high = np.quantile(
+        own_seconds / heat.seconds[against], (0.25, 0.5, 0.75)
+    )
     limit, a_token = unit.needed / other.needed, other.text_tokens / unit.text_tokens
     return Timing(
         benchmark=benchmark,
@@ -202,7 +206,7 @@ def _timing(
         n=setting.rounds,
         repeats=heat.repeats[name],
         first=heat.first[name],
-        rounds=own.tolist(),
+        rounds=own_seconds.tolist(),
         seconds=median,
         low=low,
         high=high,
@@ -212,7 +216,7 @@ def _timing(
         limit=limit,
         ratio_per_text_token=ratio * a_token,
         limit_per_text_token=limit * a_token,
-        over_products=float(np.median(own / heat.seconds[PRODUCTS]))
+        over_products=float(np.median(own_seconds / heat.seconds[PRODUCTS]))
         * baseline.needed
         / unit.needed,
         flops=unit.needed if unit.reads is None else None,

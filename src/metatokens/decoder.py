@@ -135,7 +135,7 @@ def measure_cache_share(
 
 
 def _cache_bytes(model: Any, *, has_full: bool) -> tuple[int, int, int]:
-    """What a cache takes for a token in all layers, in those that see everything, and for a meta-token in addition."""
+    """The bytes that a cache takes for a token in all layers and in the full ones, and for a meta-token besides."""
     one_meta_token = torch.tensor([[model.config.meta_token_id]], device=model.device)
     cache = model.eval()(one_meta_token, use_cache=True)[CACHE]
     per_layer = [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]

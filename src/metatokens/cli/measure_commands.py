@@ -135,7 +135,7 @@ def _check_sources(
 
 
 def _fields_of(change: "Intervention | None") -> dict[str, Any]:
-    """What results say of the change that they were measured with."""
+    """The fields of a result that name the intervention."""
     if change is None:
         return {}
     return {"intervention": str(change), "noise_seed": 0 if change.is_random else None}

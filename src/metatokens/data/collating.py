@@ -15,7 +15,7 @@ from metatokens.data.landmarks import Landmarks
 from metatokens.data.tokenizer import meta_token_id
 from metatokens.errors import UserError
 
-# What losses read, and its value where nothing counts.
+# The labels that losses read, and the value that they ignore.
 _COUNTED = {
     "labels": IGNORED_LABEL,
     "completion_mask": 0,

@@ -74,7 +74,7 @@ class Plan(StoreRecord):
 
 
 class FinishedShard(StoreRecord):
-    """The manifest's entries of a finished shard; none for a split of which it has no document."""
+    """The manifest's entries of a finished shard, by split; a split without a document has no entry."""
 
     shards: dict[StoreSplit, Shard]
 

@@ -195,7 +195,7 @@ def _model_stages(model: TrainedModel, sizes: Preset) -> Iterator[Stage]:
 
 
 def _weights_stage(model: TrainedModel, sizes: Preset, estimate: "_Estimate") -> Stage:
-    """What makes a model's weights before fine-tuning."""
+    """The stage that makes the weights from which a model is fine-tuned."""
     recipe = pretrain_recipe(sizes, model)
     after = "tokenize"
     options: Fields = {"recipe": recipe}

@@ -205,7 +205,8 @@ def convert(
     if in_use > rows:
         model.resize_token_embeddings(in_use, pad_to_multiple_of=64, mean_resizing=False)
         _fill_new_rows(model, rows)
-    model.__class__, model.config.__class__ = classes_of(type(model), type(model.config))  # type: ignore[arg-type]
+    meta_model, meta_config = classes_of(type(model), type(model.config))  # type: ignore[arg-type]  # a class is hashable
+    model.__class__, model.config.__class__ = meta_model, meta_config
     run_new_forward(model)
     model.config.meta_attention = settings.model_dump()
     model.config.meta_token_id, model.config.unpadded_vocab_size = meta_token_id, in_use
