@@ -1,0 +1,333 @@
+"""The tables and verdicts of the README, from the lines alone.
+
+    python -m results.covered_text.judge results/covered_text/results.jsonl.gz
+
+`--gather OUT` first writes that file from the lines of a run.
+"""
+
+import argparse
+import gzip
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import nan, sqrt
+from pathlib import Path
+
+import pandas as pd
+from scipy.stats import t
+
+MODELS = ("pause", "twin", "meta", "block-text")
+MAIN = [
+    (task, other)
+    for task in ("list_recall", "parity", "segment_counting")
+    for other in ("pause", "twin")
+]
+LEARNED = 0.9  # with the text in sight: a model below has not learned the task
+FEWEST = 6  # seeds of a comparison
+SMALLEST = 0.05
+KEY = [
+    "model",
+    "seed",
+    "task",
+    "text",
+    "condition",
+    "length",
+    "cut",
+    "layers",
+    "head",
+    "brief_steps",
+]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over seeds, and its 95 % interval; NaN with fewer than two seeds."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+    p: dict[float, float]  # two-sided p-values, by the mean that is tested
+
+    @classmethod
+    def of(cls, values: Sequence[float], boundaries: Sequence[float] = ()) -> "Mean":
+        """By Student's t."""
+        n = len(values)
+        if n < 2:
+            return cls(sum(values) if n else nan, nan, nan, n, {})
+        series = pd.Series(list(values))
+        error = float(series.std()) / sqrt(n)
+        reach = float(t.ppf(0.975, n - 1)) * error
+        mean = float(series.mean())
+        p = {}
+        for boundary in boundaries:
+            distance = abs(mean - boundary)
+            p[boundary] = (
+                (0.0 if distance else 1.0)
+                if error == 0
+                else float(2 * t.sf(distance / error, n - 1))
+            )
+        return cls(mean, mean - reach, mean + reach, n, p)
+
+    @property
+    def verdict(self) -> str:
+        """The word of the rule in README.md."""
+        if self.n < FEWEST:
+            return "cannot be told"
+        if self.low > -SMALLEST and self.high < SMALLEST:
+            return "within 5 points"
+        if self.low > 0:
+            return "lead"
+        return "no lead of 5 points" if self.high < SMALLEST else "cannot be told"
+
+    @property
+    def p_of_verdict(self) -> float:
+        """The largest p-value over the boundaries that the interval excludes; 1 if there is none."""
+        excluded = {
+            "lead": [0.0],
+            "no lead of 5 points": [SMALLEST],
+            "within 5 points": [-SMALLEST, SMALLEST],
+        }
+        return max((self.p[boundary] for boundary in excluded.get(self.verdict, [])), default=1.0)
+
+    def shown(self, *, signed: bool = False) -> str:
+        """In points or per cent, with the interval."""
+        if self.n == 0:
+            return "-"
+        mean = f"{100 * self.value:{'+' * signed}.1f}"
+        if self.n < 2:
+            return f"{mean} [{self.n}]"
+        return f"{mean} ({100 * self.low:{'+' * signed}.1f} to {100 * self.high:{'+' * signed}.1f}) [{self.n}]"
+
+
+class Lines:
+    """The measured accuracies, and the shortcuts."""
+
+    def __init__(self, frame: pd.DataFrame):
+        is_shortcut = frame["metric"] == "shortcut"
+        self.shortcuts = frame[is_shortcut]
+        measured = frame[~is_shortcut].copy()
+        for name in ("cut", "head", "brief_steps"):
+            measured[name] = measured[name].astype(object).where(measured[name].notna(), "")
+        measured["layers"] = measured["layers"].map(
+            lambda layers: str(layers) if isinstance(layers, list) else ""
+        )
+        self.accuracy = measured.set_index(KEY)["exact_match"]
+        self.learned = self._learned()
+
+    def _learned(self) -> set[tuple[str, int, str]]:
+        """The models, seeds and tasks that were learned in sight."""
+        plain = self.select(text="in_sight", condition="paper", length=128)
+        learned = plain[plain >= LEARNED].reset_index()
+        return set(learned[["model", "seed", "task"]].itertuples(index=False, name=None))
+
+    def select(self, **where: object) -> pd.Series:
+        """Accuracies by model, seed and task; what is not named is the plain value."""
+        plain = {"cut": "", "layers": "", "head": "", "brief_steps": ""}
+        selected = self.accuracy
+        for name, value in {**plain, **where}.items():
+            selected = selected[selected.index.get_level_values(name) == value]
+        return selected.droplevel([name for name in KEY if name not in ("model", "seed", "task")])
+
+    def by_seed(self, model: str, task: str, **where: object) -> pd.Series:
+        """Accuracies of one model on one task, by seed."""
+        values = self.select(**{"text": "covered", "condition": "paper", "length": 128, **where})
+        is_asked = (values.index.get_level_values("model") == model) & (
+            values.index.get_level_values("task") == task
+        )
+        return values[is_asked].droplevel(["model", "task"])
+
+    def difference(
+        self, model: str, other: str, task: str, *, learned: bool, **where: object
+    ) -> Mean:
+        """One model minus another, by seed; only seeds that both have learned, if asked for."""
+        difference = (
+            self.by_seed(model, task, **where) - self.by_seed(other, task, **where)
+        ).dropna()
+        if learned:
+            seeds = [
+                seed
+                for seed in difference.index
+                if {(model, seed, task), (other, seed, task)} <= self.learned
+            ]
+            difference = difference[difference.index.isin(seeds)]
+        return Mean.of(difference.tolist(), (0.0, SMALLEST, -SMALLEST))
+
+    def shortcut(self, task: str, condition: str, length: int) -> float:
+        """The best rule that does not do the task."""
+        rows = self.shortcuts.query(
+            "task == @task and condition == @condition and length == @length"
+        )
+        return float(rows["exact_match"].max())
+
+
+def main() -> None:
+    """Print all tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--gather", type=Path)
+    options = parser.parse_args()
+    if options.gather:
+        text = b"".join(
+            file.read_bytes() for file in sorted((options.gather / "lines").glob("*.jsonl"))
+        )
+        options.file.write_bytes(gzip.compress(text, mtime=0))
+    lines = Lines(pd.read_json(options.file, lines=True))
+    for table in (
+        accuracy_table,
+        main_claims,
+        cut_table,
+        marker_table,
+        facts_table,
+        brief_table,
+        layer_table,
+    ):
+        print(f"\n{table.__doc__}\n")
+        print("\n".join(table(lines)))
+
+
+def row(*cells: str) -> str:
+    """A row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def header(*cells: str) -> list[str]:
+    """The head of a Markdown table."""
+    return [row(*cells), row("---", *["---:"] * (len(cells) - 1))]
+
+
+def accuracy_table(lines: Lines) -> list[str]:
+    """Exact match in %: mean over seeds (95 % interval) [seeds]."""
+    rows = header("task, tokens, text", *MODELS, "best shortcut")
+    for task in dict(MAIN):
+        for length in (128, 256, 512):
+            for text in ("in_sight", "covered"):
+                cells = [
+                    Mean.of(lines.by_seed(model, task, text=text, length=length).tolist()).shown()
+                    for model in MODELS
+                ]
+                shortcut = f"{100 * lines.shortcut(task, 'paper', length):.1f}"
+                rows.append(row(f"{task}, {length}, {text.replace('_', ' ')}", *cells, shortcut))
+    return rows
+
+
+def main_claims(lines: Lines) -> list[str]:
+    """The six main claims: `meta` minus another model, covered, in points; seeds that both have learned, and all."""
+    rows = header("task, minus", "learned in sight", "verdict", "holds after Holm", "all seeds")
+    effects = {pair: lines.difference("meta", pair[1], pair[0], learned=True) for pair in MAIN}
+    ranked = sorted(effects, key=lambda pair: effects[pair].p_of_verdict)
+    holds: dict[tuple[str, str], bool] = {}
+    still_holds = True
+    for rank, pair in enumerate(ranked):
+        still_holds = still_holds and effects[pair].p_of_verdict <= 0.05 / (len(ranked) - rank)
+        holds[pair] = still_holds
+    for task, other in MAIN:
+        effect = effects[task, other]
+        everyone = lines.difference("meta", other, task, learned=False)
+        told = (
+            "-" if effect.verdict == "cannot be told" else ("yes" if holds[task, other] else "no")
+        )
+        rows.append(
+            row(
+                f"{task}, {other}",
+                effect.shown(signed=True),
+                effect.verdict,
+                told,
+                everyone.shown(signed=True),
+            )
+        )
+    return rows
+
+
+def cut_table(lines: Lines) -> list[str]:
+    """Covered, 128 tokens: exact match in % without some edges, in all layers; seeds that the model has learned."""
+    cuts = sorted(set(lines.accuracy.index.get_level_values("cut")))
+    columns = [(model, task) for task in dict(MAIN) for model in MODELS]
+    rows = header("cut", *(f"{model}, {task}" for model, task in columns))
+    for cut in cuts:
+        cells = []
+        for model, task in columns:
+            values = lines.by_seed(model, task, cut=cut)
+            learned = [
+                value for seed, value in values.items() if (model, seed, task) in lines.learned
+            ]
+            cells.append(Mean.of(learned).shown())
+        rows.append(row(cut or "none", *cells))
+    return rows
+
+
+def marker_table(lines: Lines) -> list[str]:
+    """Other markers, 128 tokens: exact match in % of models that were not trained for them."""
+    rows = header("task, markers, text", *MODELS, "best shortcut")
+    for task in dict(MAIN):
+        for condition in ("landmark", "decoy"):
+            for text in ("in_sight", "covered"):
+                cells = [
+                    Mean.of(
+                        lines.by_seed(model, task, condition=condition, text=text).tolist()
+                    ).shown()
+                    for model in MODELS
+                ]
+                shortcut = f"{100 * lines.shortcut(task, condition, 128):.1f}"
+                rows.append(row(f"{task}, {condition}, {text.replace('_', ' ')}", *cells, shortcut))
+    return rows
+
+
+def facts_table(lines: Lines) -> list[str]:
+    """Facts for each landmark, list recall, 128 tokens, not trained for: exact match in %."""
+    rows = header("facts, text", *MODELS, "best shortcut")
+    for facts in (1, 2, 4, 8):
+        condition = f"facts_{facts}"
+        for text in ("in_sight", "covered"):
+            cells = [
+                Mean.of(
+                    lines.by_seed(model, "list_recall", condition=condition, text=text).tolist()
+                ).shown()
+                for model in MODELS
+            ]
+            shortcut = f"{100 * lines.shortcut('list_recall', condition, 128):.1f}"
+            rows.append(row(f"{facts}, {text.replace('_', ' ')}", *cells, shortcut))
+    return rows
+
+
+def brief_table(lines: Lines) -> list[str]:
+    """List recall, covered, after further training with covered text: exact match in %; `meta` has none."""
+    rows = header("further steps", "pause", "twin", "meta", "meta minus pause", "meta minus twin")
+    meta = lines.by_seed("meta", "list_recall")
+    for steps in ("", 50.0, 200.0, 500.0):
+        tuned = {
+            model: lines.by_seed(model, "list_recall", brief_steps=steps)
+            for model in ("pause", "twin")
+        }
+        cells = [Mean.of(values.tolist()).shown() for values in tuned.values()]
+        differences = [
+            Mean.of((meta - values).dropna().tolist()).shown(signed=True)
+            for values in tuned.values()
+        ]
+        rows.append(
+            row(
+                str(steps or 0),
+                *cells,
+                Mean.of(meta.tolist()).shown() if not steps else "",
+                *differences,
+            )
+        )
+    return rows
+
+
+def layer_table(lines: Lines) -> list[str]:
+    """`meta`, covered, 128 tokens: exact match in % without some edges in one layer, or in all layers but one."""
+    layers = sorted(set(lines.accuracy.index.get_level_values("layers")) - {""})
+    rows = header("task, cut", *layers)
+    for task in dict(MAIN):
+        for cut in sorted(set(lines.accuracy.index.get_level_values("cut")) - {""}):
+            means = [
+                Mean.of(lines.by_seed("meta", task, cut=cut, layers=layer).tolist())
+                for layer in layers
+            ]
+            if any(mean.n for mean in means):
+                rows.append(row(f"{task}, {cut}", *(mean.shown() for mean in means)))
+    return rows
+
+
+if __name__ == "__main__":
+    main()
