@@ -21,7 +21,7 @@ MAIN = [
     for task in ("list_recall", "parity", "segment_counting")
     for other in ("pause", "twin")
 ]
-LEARNED = 0.9  # with the text in sight: a model below has not learned the task
+LEARNED = 0.8  # with the text in sight: a model below has not learned the task
 FEWEST = 6  # seeds of a comparison
 SMALLEST = 0.05
 KEY = [

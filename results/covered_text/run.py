@@ -12,8 +12,8 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from metatokens.data.writing import write_token_store
 from metatokens.evaluation.accuracy import draw_test_examples, shortcut_rates
 from metatokens.evaluation.intervals import wilson_interval
 from metatokens.files import write_whole
-from metatokens.paper.presets import DEMO
+from metatokens.paper.presets import SMALL
 from metatokens.paper.variants import TrainedModel, finetune_recipe, pretrain_recipe, with_data
 from metatokens.records import pack_hits
 from metatokens.tasks.curriculum import task_texts
@@ -42,12 +42,12 @@ TASKS = ("list_recall", "parity", "segment_counting")
 LENGTHS = {128: 2000, 256: 1000, 512: 500}
 N = 1000  # prompts of 128 tokens in other conditions, and of cuts in all layers
 N_LOCAL = 500  # of cuts in one layer or one head
-# With the steps of the demo `pause` and `twin` have not learned list recall with the text in sight.
-OVERRIDES = {
+UP_TO_128 = ("task.train_lengths=[128]", "task.train_steps=null")
+# With a third of these steps `pause` and `gpt2` have not learned list recall with the text in sight.
+LONGER = {
     "list_recall": (
-        "task.stages=[{lists: [2, 3], items: [3, 6], max_steps: 900, per_device_train_batch_size: 32}]",
+        "task.stages=[{lists: [2, 3], items: [3, 6], max_steps: 900}]",
         "training.max_steps=1500",
-        "training.per_device_train_batch_size=32",
     )
 }
 FACTS = (1, 2, 4, 8)  # for each landmark
@@ -67,19 +67,19 @@ class Arm:
         """The name of its model."""
         return "block-text" if self.sees_block else self.model
 
-    @property
-    def trained(self) -> TrainedModel:
-        """What the library's recipes are made for."""
-        return TrainedModel(model=self.model, seed=self.seed)
+    def trained(self, *overrides: str) -> TrainedModel:
+        """What the library makes recipes for, with changes to the recipe of a task."""
+        return TrainedModel(model=self.model, seed=self.seed, finetune_overrides=overrides)
 
 
-def arms() -> Iterator[Arm]:
-    """All arms, seed by seed."""
-    for seed in SEEDS:
-        for model in ("meta", "twin", "pause"):
-            yield Arm(model, seed)
-        if seed in BLOCK_TEXT_SEEDS:
-            yield Arm("meta", seed, sees_block=True)
+def stages() -> Iterator[tuple[Arm, str]]:
+    """All arms with their tasks: task by task, seed by seed."""
+    for task in TASKS:
+        for seed in SEEDS:
+            for model in ("meta", "twin", "pause"):
+                yield Arm(model, seed), task
+            if seed in BLOCK_TEXT_SEEDS:
+                yield Arm("meta", seed, sees_block=True), task
 
 
 def main() -> None:
@@ -91,13 +91,11 @@ def main() -> None:
     (options.out / "lines").mkdir(parents=True, exist_ok=True)
     if not (options.out / "tokens").exists():
         write_token_store(
-            options.out / "tokens", DEMO.corpus, DEMO.tokenizer, extra_texts=task_texts()
+            options.out / "tokens", SMALL.corpus, SMALL.tokenizer, extra_texts=task_texts()
         )
     write_shortcuts(options.out)
     with ProcessPoolExecutor(options.workers, initializer=prepare_worker) as pool:
-        for name in pool.map(
-            train_and_measure, *zip(*((options.out, arm) for arm in arms()), strict=True)
-        ):
+        for name in pool.map(partial(train_and_measure, options.out), stages()):
             print(name, flush=True)
 
 
@@ -107,31 +105,26 @@ def prepare_worker() -> None:
     logging.disable_progress_bar()
 
 
-def train_and_measure(out: Path, arm: Arm) -> str:
-    """Carry out what an arm lacks, and return its name."""
+def train_and_measure(out: Path, stage: tuple[Arm, str]) -> str:
+    """Carry out what an arm lacks of a task, and return the name of its lines."""
+    arm, task = stage
     name = f"{arm.name}-{arm.seed}"
+    lines = out / "lines" / f"{name}-{task}.jsonl"
+    if lines.exists():
+        return lines.stem
     with block_text_attention() if arm.sees_block else nullcontext():
         folder = out / "models" / name
-        recipe = with_data(pretrain_recipe(DEMO, arm.trained), tokens=out / "tokens")
-        pretrain(recipe, folder / "pretrained")
-        for task in TASKS:
-            lines = out / "lines" / f"{name}-{task}.jsonl"
-            if not lines.exists():
-                measured = list(measure(out, arm, task, tune(out, arm, task, folder)))
-                write_lines(lines, measured)
-    return name
+        recipe = pretrain_recipe(SMALL, arm.trained())
+        pretrain(with_data(recipe, tokens=out / "tokens"), folder / "pretrained")
+        write_lines(lines, list(measure(out, arm, task, tune(out, arm, task, folder))))
+    return lines.stem
 
 
 def tune(out: Path, arm: Arm, task: str, folder: Path) -> Path:
     """Fine-tune a pretrained model on a task with all text in sight; the folder of the model."""
-    model = replace(arm.trained, finetune_overrides=OVERRIDES.get(task, ()))
-    finetune(
-        finetune_recipe(DEMO, model, task),
-        folder / "pretrained",
-        folder / task,
-        task=task,
-        examples=out / "examples" / f"{task}-{arm.seed}-{os.getpid()}",
-    )
+    recipe = finetune_recipe(SMALL, arm.trained(*UP_TO_128, *LONGER.get(task, ())), task)
+    examples = out / "examples" / f"{task}-{arm.seed}-{os.getpid()}"
+    finetune(recipe, folder / "pretrained", folder / task, task=task, examples=examples)
     return folder / task / "128"
 
 
@@ -169,11 +162,12 @@ def train_briefly(arm: Arm, folder: Path, steps: int) -> Path:
     """Train a model of list recall further with the text covered; the folder of the model."""
     covered = (
         "task.question_sees=landmarks",
+        *UP_TO_128,
         "task.stages=[]",
         f"training.max_steps={steps}",
         f"training.warmup_steps={min(30, steps // 5)}",
     )
-    recipe = finetune_recipe(DEMO, replace(arm.trained, finetune_overrides=covered), "list_recall")
+    recipe = finetune_recipe(SMALL, arm.trained(*covered), "list_recall")
     out = folder.parent / f"covered-{steps}"
     finetune(recipe, folder, out, task="list_recall")
     return out / "128"
