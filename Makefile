@@ -99,7 +99,7 @@ figures: install
 	$(BIN)/python docs/figures.py
 
 demo-results: demo
-	cp runs/demo/results.jsonl.gz results/demo/
+	gzip --no-name --stdout runs/demo/results.jsonl > results/demo/results.jsonl.gz
 	$(MAKE) figures
 
 # Material for MkDocs says at each build that its successor is Zensical, which has no counterpart of docs/hooks.py yet.

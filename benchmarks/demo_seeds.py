@@ -16,7 +16,7 @@ from rich.table import Table
 
 from metatokens.paper import presets
 from metatokens.paper.run import reproduce
-from metatokens.paper.variants import Ablation, Analysis, FurtherTest, Preset
+from metatokens.paper.variants import Inspection, Preset
 from metatokens.records import Result, read_lines
 
 NAME = "demo"
@@ -29,7 +29,7 @@ def main(
     task: Annotated[str | None, typer.Option(help="Train and test on this task alone.")] = None,
 ) -> None:
     """Carry out the demo for all seeds, and print a row for each task, length and model."""
-    presets.PRESETS = {**presets.PRESETS, NAME: with_seeds(presets.DEMO, seeds)}
+    presets.PRESETS = {**presets.PRESETS, NAME: with_seeds(presets.PRESETS["demo"], seeds)}
     reproduce(NAME, out, only=task, workers=workers)
     [results] = out.glob("results.jsonl*")
     Console(width=160).print(table(list(read_lines(results, Result)), seeds))
@@ -39,9 +39,7 @@ def with_seeds(sizes: Preset, seeds: int) -> Preset:
     """The preset with each of its models and inspections for the seeds 0, 1, ..."""
     models = tuple(replace(model, seed=seed) for seed in range(seeds) for model in sizes.models)
 
-    def inspected(
-        inspection: FurtherTest | Ablation | Analysis,
-    ) -> FurtherTest | Ablation | Analysis:
+    def inspected(inspection: Inspection) -> Inspection:
         names = tuple(model.name for model in models if model.model in inspection.models)
         return replace(inspection, models=names)
 

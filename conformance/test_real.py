@@ -171,7 +171,7 @@ def test_chats(shell: Shell) -> None:
 def test_finetuning_on_records_with_landmarks_behind_paragraphs(shell: Shell) -> None:
     training = "--set training.max_steps=8 --set training.per_device_train_batch_size=4 --set training.warmup_steps=1"
     shell(
-        f"finetune --model added --data records.jsonl --landmarks paragraph {training} --out tuned "
+        f"finetune --model added --data records.jsonl --set task.landmarks=paragraph {training} --out tuned "
         "--set training.gradient_accumulation_steps=1 --set training.logging_steps=1"
     )
     curve = [

@@ -238,16 +238,3 @@ def test_the_choices_are_those_of_the_code():
     assert analyses == set(get_args(records.Analysis))
     condition = FinetuneRecipe.model_fields["task"].annotation.model_fields["condition"].annotation
     assert {*get_args(condition), "long_prompt"} == set(get_args(recipe.Condition))
-
-
-def test_a_question_that_sees_landmarks_needs_some():
-    sentence = complaint(
-        FinetuneRecipe,
-        "demo_finetune",
-        "task.question_sees=landmarks",
-        "task.condition=none",
-    )
-
-    assert sentence.endswith(
-        "task.question_sees landmarks leaves nothing to see in task.condition none."
-    )

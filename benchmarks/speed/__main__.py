@@ -13,7 +13,7 @@ from benchmarks.speed.figures import draw, table
 from benchmarks.speed.peers import ShapeName
 from benchmarks.speed.speed import run, run_lengths
 from metatokens.cli import main
-from metatokens.cli.options import CORPUS, SEVERAL, TOKENIZER, AsJson, ResultFile, parse_lengths
+from metatokens.cli.options import CORPUS, TOKENIZER, AsJson, ResultFile, parse_numbers
 from metatokens.cli.output import check_results_file, progress_bar, write_records
 from metatokens.errors import UserError
 from metatokens.machine import available_cores
@@ -30,7 +30,7 @@ def benchmark(
     lengths: Annotated[
         str,
         typer.Option(
-            metavar=SEVERAL,
+            metavar="LENGTH,...",
             help="Length of a sequence in tokens; the benchmark `length` takes several.",
         ),
     ] = "1024",
@@ -87,7 +87,7 @@ def benchmark(
             write_records(rates, out)
         return
 
-    positions = parse_lengths(lengths)
+    positions = parse_numbers("lengths", lengths, smallest=1)
     if len(positions) > 1 and kind != "length":
         raise UserError(
             f"the benchmark {kind} takes one length; several go with the benchmark length."

@@ -30,7 +30,6 @@ from metatokens.recipe import FinetuneRecipe, load_recipe
 from metatokens.records import Measured
 from metatokens.tasks import TASKS
 from metatokens.tasks.curriculum import TaskData, documents_for, task_texts
-from metatokens.tasks.example_store import ExampleStore
 from metatokens.training.examples import ByLength, Collator, Epochs, train_source
 
 PAPER_EXAMPLES = {"train": 90_000, "test": 10_000}  # per task
@@ -127,15 +126,13 @@ def tokenizing(
     return _rate("writing a token store over encode_batch_fast", "ratio", ratios[1:], "<= 1.10")
 
 
-def waiting_share(
-    tokenizer: PreTrainedTokenizerBase, folder: Path, *, steps: int = 100, rounds: int = 5
-) -> Rate:
+def waiting_share(tokenizer: PreTrainedTokenizerBase, *, steps: int = 100, rounds: int = 5) -> Rate:
     """The share of a fine-tuning loop that is spent on batches, at the demo's model size, with one thread."""
     recipe = load_recipe(FinetuneRecipe, "demo_finetune", [f"training.max_steps={steps}"])
     batch = recipe.training.per_device_train_batch_size
     source = train_source(recipe, "list_recall", tokenizer, ())
-    drawn = (source.train(index, 128) for index in range(steps * batch))
-    examples = Epochs(ExampleStore.write(folder / "train.arrow", drawn), length=steps * batch)
+    drawn = [source.train(index, 128).without_text() for index in range(steps * batch)]
+    examples = Epochs(drawn, length=steps * batch)
     config = MetaGPT2Config(
         hidden_size=64,
         num_hidden_layers=2,
@@ -208,6 +205,6 @@ def data_speed(corpus: str, spec: str, *, processes: int) -> Iterator[Rate]:
     yield from example_rates(tokenizer, documents)
     with TemporaryDirectory() as name:
         folder = Path(name)
-        yield waiting_share(tokenizer, folder)
+        yield waiting_share(tokenizer)
         yield tokenizing(corpus, tokenizer, folder)
         yield paper_examples(folder / "tokenizer", corpus, processes=processes)

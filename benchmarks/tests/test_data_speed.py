@@ -68,10 +68,8 @@ def test_tokenizing_is_compared_with_the_library(
     assert 0 < rate.low <= rate.value <= rate.high
 
 
-def test_the_share_of_waiting_lies_between_none_and_all(
-    small_store: TokenStore, tmp_path: Path
-) -> None:
-    rate = waiting_share(small_store.tokenizer, tmp_path, steps=2, rounds=2)
+def test_the_share_of_waiting_lies_between_none_and_all(small_store: TokenStore) -> None:
+    rate = waiting_share(small_store.tokenizer, steps=2, rounds=2)
     assert 0 < rate.low <= rate.high < 1
 
 

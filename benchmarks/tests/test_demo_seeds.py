@@ -7,13 +7,13 @@ from rich.console import Console
 
 from benchmarks.demo_seeds import table, with_seeds
 from metatokens.paper.plan import stages
-from metatokens.paper.presets import DEMO
+from metatokens.paper.presets import PRESETS
 from metatokens.records import Result
 
 
 def test_each_seed_has_the_stages_of_the_demo() -> None:
-    once = {stage.name for stage in stages(DEMO) if "look" not in stage.name}
-    names = {stage.name for stage in stages(with_seeds(DEMO, 2))}
+    once = {stage.name for stage in stages(PRESETS["demo"]) if "look" not in stage.name}
+    names = {stage.name for stage in stages(with_seeds(PRESETS["demo"], 2))}
     assert once <= names
     for kind, model in (("pretrain", "meta"), ("finetune", "gpt2"), ("landmarks-alone", "pause")):
         asked = {name for name in once if name.startswith(f"{kind}-{model}")}

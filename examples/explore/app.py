@@ -23,13 +23,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from metatokens.analysis.observation import Observation, observe
 from metatokens.checkpoint import fetch_model, load_model
 from metatokens.cli import main
-from metatokens.cli.options import Device, Dtype
 from metatokens.cli.output import say
 from metatokens.data.prompts import encode_prompt
 from metatokens.data.tokenizer import beginning_of, load_tokenizer, meta_token_id
 from metatokens.errors import UserError
 from metatokens.looking.look import cover, likeliest, prompt_ids
 from metatokens.looking.page import SCALE, readable
+from metatokens.recipe import Device, Dtype
 from metatokens.records import MARKER
 from metatokens.tasks import TASKS
 from metatokens.tasks.curriculum import TaskData, documents_for
@@ -327,8 +327,8 @@ def explore(
             "--model", metavar="DIR|hf:NAME", help="A model; repeatable, to compare several."
         ),
     ] = [Path("example")],  # noqa: B006  (typer reads it)
-    device: Device = None,
-    dtype: Dtype = None,
+    device: Annotated[Device | None, typer.Option(help="Where the models run.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Number type of the weights.")] = None,
     port: Annotated[
         int | None, typer.Option(metavar="PORT", help="Port; by default the first free one.")
     ] = None,

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from examples.lm_eval.long_context import LONG_CONTEXT_TASKS, LongContextData
 from metatokens.cli import main
-from metatokens.cli.options import CORPUS, SEVERAL, Condition, Out, fetched, parse_lengths
+from metatokens.cli.options import CORPUS, Condition, Out, fetched, parse_numbers
 from metatokens.cli.output import say
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.errors import UserError
@@ -53,7 +53,7 @@ def write(
         ),
     ] = ",".join(HARNESS_TASKS),
     lengths: Annotated[
-        str, typer.Option(metavar=SEVERAL, help="Longest prompts in tokens.")
+        str, typer.Option(metavar="LENGTH,...", help="Longest prompts in tokens.")
     ] = "128,256,512,1024",
     condition: Condition = "paper",
     n: Annotated[int, typer.Option("-n", metavar="N", min=1, help="Prompts per length.")] = 500,
@@ -81,7 +81,7 @@ def write(
         out,
         load_tokenizer(str(model)),
         tasks=tasks.split(","),
-        lengths=parse_lengths(lengths),
+        lengths=parse_numbers("lengths", lengths, smallest=1),
         n=n,
         condition=condition,
         documents=documents_for("copying", corpus),

@@ -222,7 +222,7 @@ def test_without_the_harness_one_sentence_says_what_to_install(
     [
         ("--tasks needle --lengths 16", "needle cannot be asked in 16 tokens"),
         ("--lengths 0", "lengths '0' must be"),
-        ("--tasks parity --condition none --lengths 128 -n 2", "the tasks cannot be written to"),
+        ("--tasks parity --condition decoy --lengths 128 -n 2", "the tasks cannot be written to"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_sentence(

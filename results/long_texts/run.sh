@@ -17,9 +17,9 @@ learn() { # task, tokens of the first records
     [ -f "$out/easy-$task/metatokens.yaml" ] || hide --lengths "$2" -n 1 --train 32000 --out "$out/easy-$task"
     [ -f "$out/long/$task/metatokens.yaml" ] ||
         hide --lengths 128,256,512,1024,2048 -n 500 --train 32000 --out "$out/long/$task"
-    metatokens finetune --recipe "$here/finetune.yaml" --model "$meta" --lora rank=16 \
+    metatokens finetune --recipe "$here/finetune.yaml" --model "$meta" --set training.lora_rank=16 \
         --data "$out/easy-$task/${task}_train.jsonl" --out "$out/$task-easy"
-    metatokens finetune --recipe "$here/finetune.yaml" --model "$out/$task-easy/data" --lora rank=16 \
+    metatokens finetune --recipe "$here/finetune.yaml" --model "$out/$task-easy/data" --set training.lora_rank=16 \
         --data "$out/long/$task/${task}_train.jsonl" --out "$out/$task"
     python -m metatokens.evaluation.lm_eval --model metatokens --model_args "pretrained=$out/$task/data,marker=_PAUSE_" \
         --include_path "$out/long/$task" --tasks "metatokens_${task}_*" --output_path "$out/harness-$task.json"

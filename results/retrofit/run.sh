@@ -89,11 +89,11 @@ arm() { # name, model, options
 }
 
 both() {
-    arm meta+lora meta --lora rank=16
-    arm lora pause --lora rank=16
+    arm meta+lora meta --set training.lora_rank=16
+    arm lora pause --set training.lora_rank=16
     arm meta meta
     arm pause pause
-    arm wide-lora pause --lora rank=72 # as many parameters as meta+lora trains
+    arm wide-lora pause --set training.lora_rank=72 # as many parameters as meta+lora trains
 }
 
 (seed=0 && both) & first=$!

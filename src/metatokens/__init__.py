@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import wrapt
 
 if TYPE_CHECKING:
-    from metatokens.analysis.activations import run_with_cache
     from metatokens.data.collating import MetaTokenCollator
     from metatokens.data.insertion import insert_meta_tokens
     from metatokens.data.landmarks import Landmarks
@@ -43,7 +42,6 @@ _HOMES = {
     "insert_meta_tokens": "metatokens.data.insertion",
     "load_meta": "metatokens.retrofit.saving",
     "look": "metatokens.looking.look",
-    "run_with_cache": "metatokens.analysis.activations",
     "save_meta": "metatokens.retrofit.saving",
     "set_text_window": "metatokens.retrofit.text_window",
 }
@@ -63,7 +61,6 @@ __all__ = [
     "insert_meta_tokens",
     "load_meta",
     "look",
-    "run_with_cache",
     "save_meta",
     "set_text_window",
 ]

@@ -66,9 +66,6 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
         raise
 
 
-PNG = b"\x89PNG"  # the signature of such files
-
-
 def replace_same_kind(path: Path, content: bytes, signature: bytes) -> None:
     """Write a file, but never over one of another kind, which somebody else wrote.
 

@@ -25,7 +25,7 @@ Task = Literal["list_recall", "segment_counting", "parity", "copying"]  # a modu
 # List recall: a meta-token after so many lists of one item.
 Facts = Literal["facts_1", "facts_2", "facts_4", "facts_8"]
 # Which meta-tokens a prompt has.
-Condition = Literal["paper", "landmark", "none", "decoy", "long_prompt", Facts]
+Condition = Literal["paper", "landmark", "decoy", "long_prompt", Facts]
 Split = Literal["train", "validation", "test"]  # of a task's examples
 Placement = Literal["uniform", "periodic", "none"]  # the functions of `data.insertion.PLACEMENTS`
 Device = Literal["cpu", "cuda"]
@@ -231,7 +231,7 @@ class TaskSettings(_Settings):
     ] = ()  # phases before these, on prompts of at most the first length
     # Of each train length; None: training.max_steps each.
     train_steps: tuple[Positive, ...] | None = None
-    condition: Literal["paper", "landmark", "none", "decoy", Facts] = "paper"
+    condition: Literal["paper", "landmark", "decoy", Facts] = "paper"
     # landmarks: the question sees the meta-tokens of its document alone (`LandmarksAlone`). None: all of it.
     question_sees: Literal["landmarks"] | None = None
     # Where the prompts of a user's own records get meta-tokens: a rule for landmarks, see `Landmarks`.
@@ -276,10 +276,6 @@ class FinetuneRecipe(_Settings):
             raise ValueError(
                 "a stage's drill or inside_loss is for task.condition paper, whose markers bracket the answer, and "
                 f"task.condition is {task.condition}"
-            )
-        if task.question_sees and task.condition == "none":
-            raise ValueError(
-                "task.question_sees landmarks leaves nothing to see in task.condition none"
             )
         if training.teacher and (task.question_sees or has_inside_loss):
             raise ValueError(
@@ -349,11 +345,6 @@ class Phase:
     def inside_loss(self) -> float | None:
         """The weight of its auxiliary loss, if it has one."""
         return self.curriculum.inside_loss if self.curriculum else None
-
-    @property
-    def file(self) -> str:
-        """The file of its encoded examples."""
-        return f"{self.name}.arrow" if self.curriculum else f"train-{self.name}.arrow"
 
 
 Recipe = TypeVar("Recipe", PretrainRecipe, FinetuneRecipe)

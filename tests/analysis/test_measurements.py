@@ -1,4 +1,4 @@
-"""The records of analyses: means, intervals and quantiles, computed by hand."""
+"""The records of analyses: means and intervals, computed by hand."""
 
 import math
 import statistics
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from metatokens.analysis.samples import Samples, summary
 from metatokens.evaluation.intervals import wilson_interval
-from metatokens.records import QUANTILES
 
 
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=9))
@@ -49,20 +48,12 @@ def test_the_interval_covers_the_mean_of_examples_of_different_sizes():
     assert 0.91 < covered / 400 < 0.98
 
 
-def test_quantiles():
-    summarized = summary([np.arange(60.0), np.arange(60.0, 101.0)])
-
-    expected = [100 * level for level in QUANTILES]
-    assert summarized["quantiles"] == pytest.approx(expected)
-
-
-def test_proportions_have_no_quantiles_and_stay_in_range():
+def test_proportions_stay_in_range():
     summarized = summary([np.array([True] * 9), np.array([True, False])])
     certain = summary([np.array([True] * 9)] * 4)
 
     assert summarized["value"] == pytest.approx(10 / 11)
     assert 0 <= summarized["low"] < summarized["value"] < summarized["high"] <= 1
-    assert "quantiles" not in summarized
     assert (certain["low"], certain["high"]) == wilson_interval(4, 4)
 
 

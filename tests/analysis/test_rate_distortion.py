@@ -12,6 +12,7 @@ from torch.distributions import Normal, kl_divergence
 from metatokens.analysis import rate_distortion as module
 from metatokens.analysis.rate_distortion import (
     BETAS,
+    FITS,
     PAPER_EXAMPLES,
     Schedule,
     code_rate,
@@ -152,13 +153,9 @@ def without_time(measurements):
 def test_the_records(examples):
     model = tiny_model()
     answers = torch.tensor([example.input_ids[example.answer_start] for example in examples])
-    of_split = {
-        "fit": answers[:PAPER_EXAMPLES],
-        "train": answers[:60],
-        "held_out": answers[60:],
-    }
+    of_split = {"fit": answers[:PAPER_EXAMPLES], "held_out": answers[72:]}
 
-    measurements = rate_distortion(model, examples, ABOUT, held_out=30, fits=2)
+    measurements = rate_distortion(model, examples, ABOUT)
 
     points = Counter()
     for line in measurements:
@@ -169,47 +166,43 @@ def test_the_records(examples):
             assert line.value == pytest.approx(answer_entropy(of_split[line.split]))
         else:
             points[line.metric, line.subject, line.split] += 1
-    assert set(points.values()) == {2 * len(BETAS)}
-    assert len(points) == 2 * 2 * 3
-    again = rate_distortion(model, examples, ABOUT, held_out=30, fits=2)
+    assert set(points.values()) == {FITS * len(BETAS)}
+    assert len(points) == 2 * 2 * 2
+    again = rate_distortion(model, examples, ABOUT)
     assert without_time(again) == without_time(measurements)
 
 
 @pytest.mark.usefixtures("short_training")
-def test_held_out_examples_are_not_trained_on(examples):
-    model = tiny_model()
-    others = [*examples[:60], *examples_of([6] * 30, seed=9)]
+def test_held_out_examples_are_not_trained_on(examples, monkeypatch):
+    trained_on = []
 
-    measured = rate_distortion(model, examples, ABOUT, held_out=30, fits=1)
-    measured_with_others = rate_distortion(model, others, ABOUT, held_out=30, fits=1)
+    def note(states, answers, **options):
+        trained_on.append(len(states))
+        return fit(states, answers, **options)
 
-    trained_on = [line for line in measured if line.split != "held_out"]
-    trained_on_with_others = [line for line in measured_with_others if line.split != "held_out"]
-    assert without_time(trained_on) == without_time(trained_on_with_others)
+    monkeypatch.setattr(module, "fit", note)
+
+    rate_distortion(tiny_model(), examples, ABOUT)
+
+    assert Counter(trained_on) == {
+        PAPER_EXAMPLES: 2 * FITS * len(BETAS),
+        72: 2 * FITS * len(BETAS),
+    }
 
 
 @pytest.mark.usefixtures("short_training")
-def test_an_intervention_is_in_force_and_filed(examples):
-    model, no_position = tiny_model(), NoPosition()
+def test_an_intervention_is_in_force(examples):
+    model = tiny_model()
 
-    measured = rate_distortion(
-        model, examples[:60], ABOUT, held_out=10, fits=1, intervention=no_position
-    )
+    with intervene(model, NoPosition()):
+        within = rate_distortion(model, examples, ABOUT)
+    without = rate_distortion(model, examples, ABOUT)
 
-    with intervene(model, no_position):
-        within = rate_distortion(model, examples[:60], ABOUT, held_out=10, fits=1)
-    without = rate_distortion(model, examples[:60], ABOUT, held_out=10, fits=1)
-    values = [line.value for line in measured]
-    interventions = {line.intervention for line in measured}
-    assert interventions == {"no_pos"}
     values_within = [line.value for line in within]
-    assert values == values_within
     values_without = [line.value for line in without]
-    assert values != values_without
+    assert values_within != values_without
 
 
 def test_too_few_examples_are_refused():
-    with pytest.raises(
-        UserError, match="59 examples with 10 held out are too few: training needs 50"
-    ):
-        rate_distortion(tiny_model(), examples_of([4] * 59), ABOUT, held_out=10)
+    with pytest.raises(UserError, match="61 examples are too few: training on four fifths"):
+        rate_distortion(tiny_model(), examples_of([4] * 61), ABOUT)

@@ -67,20 +67,20 @@ def test_similarities_of_meta_tokens_and_their_controls(oracles, measurements):
     for ids, oracle in zip(PROMPTS, oracles, strict=True):
         metas = [position for position, token in enumerate(ids) if token == META and position > 0]
         text = [position for position, token in enumerate(ids) if token != META]
-        for meta in metas:
-            marker = "final" if meta == metas[-1] else "context"
+        for meta in metas[:-1]:
             control = max(position for position in text if position < meta)
             for layer, states in enumerate(oracle.states):
                 middle = centred(ids, states)
                 for subject, position in (("meta", meta), ("text", control)):
                     for before in text:
                         if before < position:
-                            key = (marker, subject, layer, bin_of(position - before))
+                            key = (subject, layer, bin_of(position - before))
                             expected[key].append(cosine(middle[position], middle[before]))
 
     measured = {}
     for line in measurements["similarity_centred"]:
-        measured[line.marker, line.subject, line.layer, line.distance] = line
+        assert line.marker == "context"
+        measured[line.subject, line.layer, line.distance] = line
     assert measured.keys() == expected.keys()
     for key, similarities in expected.items():
         assert measured[key].n == len(similarities)

@@ -136,7 +136,7 @@ def values_of_row(before, after, metas):
 
 
 def slow_attention(model):
-    """Every value of all prompts by metric, module, layer and head, one row at a time."""
+    """Every value of all prompts by metric and module, one row at a time."""
     values = defaultdict(list)
     for ids in PROMPTS:
         with_embedding, without = record(model, ids), record(model, ids, zeroed=True)
@@ -155,8 +155,7 @@ def slow_attention(model):
                     }
                     after = {key: scores[head, query, key].item() for key in keys}
                     for metric, numbers in values_of_row(before, after, metas_seen).items():
-                        values[metric, module, layer, head] += numbers
-                        values[metric, module, None, None] += numbers
+                        values[metric, module] += numbers
     return values
 
 
@@ -171,7 +170,7 @@ def test_attention_against_the_oracle(model, measurements):
             metric = (
                 line.metric if line.premise is None else (line.metric, line.premise, line.boosted)
             )
-            measured[metric, line.module, line.layer, line.head] = line
+            measured[metric, line.module] = line
     assert measured.keys() >= expected.keys()
     for key, line in measured.items():
         numbers = expected[key]

@@ -42,27 +42,13 @@ printf '%s\n' "${COMPREPLY[@]}"
 
 @needs_bash
 def test_bash_completes_verbs_options_and_names() -> None:
-    assert completed("p") == ["pretrain", "perplexity", "plot"]
+    assert completed("p") == ["pretrain", "perplexity"]
     assert completed("evaluate", "--ta") == ["--task"]
     # Which is not fetched.
     assert completed("evaluate", "--model", "hf:nobody/nothing", "--task", "p") == ["parity"]
     assert completed("reproduce", "--preset", "sm") == ["smoke", "small"]
     assert completed("pretrain", "--recipe", "paper_e") == ["paper_extend"]
     assert completed("analyze", "r") == ["residual", "rate-distortion"]
-
-
-@needs_bash
-def test_completion_is_installed_for_bash(tmp_path: Path) -> None:
-    home = os.environ | PATH | {"HOME": str(tmp_path)}
-    subprocess.run(
-        ["bash", "-c", "metatokens --install-completion; true"],
-        env=home,
-        check=True,
-        capture_output=True,
-    )
-    shell = ["bash", "-c", "source ~/.bashrc; complete -p metatokens"]
-    done = subprocess.run(shell, env=home, check=True, capture_output=True, text=True)
-    assert done.stdout.endswith(" metatokens\n")
 
 
 def test_a_line_with_a_model_is_completed_without_loading_anything() -> None:

@@ -82,7 +82,7 @@ MISTAKES = {
     # recipes
     f"{PRETRAIN} --out new --set training.max_stepz=1": "training.max_stepz is not a setting; allowed are max_steps",
     f"{PRETRAIN} --out new --set data.fraction=0.51": "meta-tokens is 0.51, but must lie in [0, 0.5]",
-    f"{PRETRAIN} --out new --landmarks word": "data.placement is 'word': give uniform, periodic, none, line,",
+    f"{PRETRAIN} --out new --set data.placement=word": "data.placement is 'word': give uniform, periodic, none, line,",
     "pretrain --recipe nowhere.yaml --out new": "no recipe at nowhere.yaml; give a YAML file or one of: demo",
     "pretrain --recipe demo --out new": "the recipe must name data.tokens",
     f"{FINETUNE} --task parity --set training.eval_steps=1": "which needs held-out records: give --eval-data",
@@ -92,8 +92,8 @@ MISTAKES = {
     f"{EVALUATE} --task parity --landmarks line": "--landmarks goes with --data",
     f"{EVALUATE} --data long.jsonl -n 3": "--lengths, --condition and -n go with --task",
     f"{FINETUNE} --data records.jsonl": "records.jsonl, line 3: ",
-    f"{FINETUNE} --data long.jsonl --landmarks paragraph": "the rule paragraph inserts no meta-token into any prompt",
-    f"{FINETUNE} --task parity --train-lengths long": "lengths 'long' must be positive numbers separated by commas",
+    f"{FINETUNE} --data long.jsonl --set task.landmarks=paragraph": "the rule paragraph inserts no meta-token into",
+    f"{EVALUATE} --task parity --lengths long": "lengths 'long' must be numbers of at least 1, separated by commas",
     "reproduce --preset huge --out new": "no preset 'huge'; the presets are",
     # corpora
     f"{TOKENIZE} --corpus nowhere.txt --tokenizer train:300": "no file matches the corpus nowhere.txt",
@@ -113,10 +113,8 @@ MISTAKES = {
     "evaluate --task parity --model unmarked": "the model in unmarked has no meta_token_id",
     f"{EVALUATE} --task parity --intervention no_heads": "no intervention 'no_heads'; allowed are no_pos",
     # prompts
-    "generate --model model": "give either a prompt or --data",
     "generate --model model ''": "the prompt is empty",
     "generate --model model --marker _PAUSE_ the": "the marker '_PAUSE_' is not in the prompt",
-    "generate --model model --marker _PAUSE_ --data records.jsonl": "--marker and --chat go with a prompt",
     "generate --model learned the --max-new-tokens 60": "longer than the 48 learned positions",
     "look --model model _PAUSE_": "the prompt has no text",
     # lengths beyond learned positions
@@ -133,7 +131,6 @@ MISTAKES = {
     f"{PRETRAIN} --out /proc/new": "/proc/new cannot be used as a run folder",  # where not even root can write
     # of the command line itself
     "sample --task chess": f"'chess' is not one of {', '.join(map(repr, get_args(recipe.Task)))}; see ",
-    "generate the --model model --device tpu": "'tpu' is not one of 'cpu', 'cuda'; see ",
     "dream": "No such command 'dream'; see `metatokens --help`.",
     "finetune --out new": "Missing option '--model'; see `metatokens finetune --help`.",
 }  # fmt: skip

@@ -52,13 +52,6 @@ def test_every_option_says_what_it_is_and_takes(verb: str, option: Any) -> None:
     assert option.metavar or option.is_flag
 
 
-def test_help_shows_no_types_of_flags(metatokens: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
-    for verb in ("", *COMMANDS):
-        _, output, _ = metatokens(f"{verb} --help")
-        assert "<bool>" not in output
-
-
 def test_an_option_takes_the_same_in_every_verb() -> None:
     metavars_of = defaultdict(set)
     for _, option in OPTIONS:
@@ -92,19 +85,15 @@ def test_the_documentation_has_a_page_of_the_commands() -> None:
     assert cut_short == []
 
 
-def test_a_dry_run_prints_the_stages_and_their_cost(metatokens: Run, tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_stages(metatokens: Run, tmp_path: Path) -> None:
     status, output, error = metatokens(
         f"reproduce --preset demo --out {tmp_path / 'new'} --only table9 --dry-run"
     )
 
-    minutes, units, names = zip(*(line.split() for line in output.splitlines()), strict=True)
-    hours = sum(map(float, minutes)) / 60
-    assert status == 0
-    assert (names[0], units[0]) == ("tokenize", "min")
+    names = output.splitlines()
+    assert (status, error, names[0]) == (0, "", "tokenize")
     assert {"finetune-meta-parity", "evaluate-gpt2-parity"} <= set(names)
     assert "copying" not in output
-    assert error.startswith(f"{len(names)} stages, an estimated ")
-    assert float(error.split()[4]) == pytest.approx(hours, abs=0.05 * len(names))
     assert not (tmp_path / "new").exists()
 
 

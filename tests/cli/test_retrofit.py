@@ -33,12 +33,12 @@ from tests.gradients import far
 from tests.numbers import ROUNDED, ROUNDED_PERPLEXITY
 
 RETROFIT = "retrofit --model base --out model --heads 2 --head-size 8"
-TUNE = f"{FINETUNE} --task parity --train-lengths 64"
+TUNE = f"{FINETUNE} --task parity --set task.train_lengths=[64]"
 EVALUATE = "evaluate --task parity --lengths 64 -n 4 --model"
 GENERATE = "generate 'the cat' --max-new-tokens 2 --model"
 PRETRAIN = "pretrain --recipe demo --set data.tokens=tokens --set data.block_size=32 --set training.max_steps=2"
-LORA = "--lora rank=2"
-ADAPTER = f"{LORA} --keep-adapter"
+LORA = "--set training.lora_rank=2"
+ADAPTER = f"{LORA} --set training.keep_adapter=true"
 WHOLE, DELTA = "model.safetensors", "meta_tokens.safetensors"
 LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 warnings_of_peft = pytest.mark.filterwarnings(
@@ -168,7 +168,7 @@ def test_finetuning_computes_the_logits_that_it_is_scored_on_alone(
         return output
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", counted)
-    run(f"{FINETUNE} --model model --out tuned --task list_recall --train-lengths 64")
+    run(f"{FINETUNE} --model model --out tuned --task list_recall --set task.train_lengths=[64]")
     assert len(shares) >= 2
     assert 0 < min(shares) <= max(shares) < 1 / 2
 
@@ -237,9 +237,8 @@ def test_what_cannot_be_is_refused(base: Path, run: Succeed, refused: Refuse) ->
         "head_size is 7: input should be a multiple of 2",
     )
     refused(f"{EVALUATE} base", "the model in base has no meta_token_id, which markers need")
-    refused(f"{TUNE} --model model --out tuned --lora 16", "--lora '16' must be rank=N")
     refused(
-        f"{TUNE} --model model --out tuned --keep-adapter",
+        f"{TUNE} --model model --out tuned --set training.keep_adapter=true",
         "training.keep_adapter needs training.lora_rank",
     )
     refused(
@@ -269,7 +268,7 @@ def test_folders_of_runs_come_whole_from_the_hub(
 ) -> None:
     run(f"{RETROFIT} --delta")
     run(f"{TUNE} --model model --out tuned")
-    run(f"{TUNE} --model model --out kept {ADAPTER} --text-window 8")
+    run(f"{TUNE} --model model --out kept {ADAPTER} --set training.text_window=8")
     for name in ("base", "model"):  # which the folders name
         shutil.copytree(name, Path("cache", name))
 
@@ -424,11 +423,11 @@ def test_adapters_that_are_kept_are_trained_further(
         f"{FINETUNE} --task parity --set training.learning_rate=0.01 --set training.warmup_steps=1"
     )
     run(f"{RETROFIT} --delta")
-    run(f"{train} --model model --out two --train-lengths 32,64 {ADAPTER}")
-    further = f"{train} --out more --train-lengths 64 --model two/64"
+    run(f"{train} --model model --out two --set task.train_lengths=[32,64] {ADAPTER}")
+    further = f"{train} --out more --set task.train_lengths=[64] --model two/64"
 
     refused(
-        f"{further} --lora rank=4",
+        f"{further} --set training.lora_rank=4",
         "the model has adapters of rank 2; training.lora_rank=2 trains them further.",
     )
     run(f"{further} {LORA} --overwrite")
@@ -499,7 +498,6 @@ def test_text_is_trained_on_and_the_model_analysed(
     run(RETROFIT + delta)
 
     run(f"{PRETRAIN} --set training.logging_steps=1 --init model --out more")
-    run("plot more --out curves.png")
     for kind in ("sharpness", "residual"):
         run(f"analyze {kind} --model more --task parity --length 64 -n 4 --out {kind}.jsonl")
     run("analyze rate-distortion --model more --task parity --length 64 -n 70")

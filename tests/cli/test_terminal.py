@@ -4,7 +4,6 @@ import fcntl
 import io
 import os
 import pty
-import re
 import struct
 import sys
 import termios
@@ -17,8 +16,7 @@ from typing import Any
 import pytest
 
 from metatokens.cli.output import print_figures
-from tests.cli.command_lines import FINETUNE, Models, Run, Succeed, read_lines, write_records
-from tests.forked import Forked, command
+from tests.cli.command_lines import Models, Run, Succeed, read_lines, write_records
 
 Show = Callable[[str], str]
 Print = Callable[..., list[str]]
@@ -123,17 +121,12 @@ def test_a_terminal_and_a_pipe_get_a_table_and_a_file_json_lines(
     [
         "perplexity --corpus text.txt --block-size 32",
         "analyze sharpness --task parity --length 64 -n 4",
-        "generate --data prompts.jsonl --max-new-tokens 8",
-        f"{FINETUNE} --data own.jsonl --eval-data own.jsonl --out tuned",
+        "evaluate --data own.jsonl",
     ],
 )
 def test_every_verb_with_results_shows_a_table_or_with_json_its_lines(
     line: str, small_model: Models, workplace: Path, run: Succeed
 ) -> None:
-    write_records(
-        "prompts.jsonl",
-        [{"prompt": "the cat sat on a mat"}, {"prompt": "two _PAUSE_", "markers": [3]}],
-    )
     write_records("own.jsonl", [{"prompt": "the cat", "completion": " sat"}])
     verb, arguments = line.split(" ", 1)
 
@@ -143,16 +136,6 @@ def test_every_verb_with_results_shows_a_table_or_with_json_its_lines(
     assert "{" not in shown
     assert len(table(shown)) >= 3
     assert len(records(as_json)) >= 1
-
-
-def test_a_prompt_is_continued_as_text_or_json(
-    small_model: Models, run: Succeed, at_a_terminal: Show
-) -> None:
-    line = f"generate --model {small_model()} the --max-new-tokens 8"
-    text, _ = run(line)
-    as_json, _ = run(f"{line} --json")
-    (record,) = read_lines(as_json)
-    assert at_a_terminal(line) == text == f"{record['prompt']}{record['continuation']}\n"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
@@ -173,27 +156,6 @@ def test_a_terminal_keeps_its_encoding_and_shows_what_it_has_no_character_for(
         monkeypatch.setattr(sys, "stderr", stream)
         assert metatokens("report café→ --out report")[0] == 2
     assert b"caf\xe9\\u2192" in shown[0]
-
-
-def command_at(name: str, *arguments: str) -> None:
-    os.environ.pop("COLUMNS", None)
-    opened = os.open(name, os.O_RDWR)
-    for stream in range(3):
-        os.dup2(opened, stream)
-    command(*arguments)
-
-
-def test_a_process_of_its_own_finds_the_terminal(
-    small_model: Models, workplace: Path, forked: Callable[..., Forked]
-) -> None:
-    line = f"perplexity --model {small_model()} --corpus {workplace}/text.txt --block-size 32 --name small"
-    with terminal() as (follower, shown):
-        assert forked(command_at, os.ttyname(follower), *line.split()).wait() == (0, "", "")
-    plain = re.sub(rb"\x1b\[[\d;]*m", b"", shown[0]).decode()
-    above, *_, row = table(plain)
-    assert plain != shown[0].decode()  # some of it is bold
-    assert above.startswith("model small, position embedding rope, condition none, length 32,")
-    assert row.startswith("perplexity")
 
 
 @pytest.fixture

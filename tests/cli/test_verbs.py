@@ -19,7 +19,7 @@ from tests.cli.command_lines import (
     read_lines,
 )
 
-TOKENIZE = "tokenize --corpus text.txt --tokenizer train:768 --held-out 0.2 --out tokens"
+TOKENIZE = "tokenize --corpus text.txt --tokenizer train:768 --out tokens"
 TUNE = f"{FINETUNE} --model base --task parity --set training.seed=3 --out tuned"
 
 
@@ -38,7 +38,7 @@ def test_from_text_to_figures_verb_by_verb(workplace: Path, run: Succeed) -> Non
 
     _, told = run(f"{PRETRAIN} --set training.seed=5 --out base")
     assert told.splitlines()[-1] == "model: base"
-    _, told = run(f"{TUNE} --train-lengths 64,128")
+    _, told = run(f"{TUNE} --set task.train_lengths=[64,128]")
     assert told.splitlines()[-1] == "models: tuned/128, tuned/64"
 
     evaluate = "evaluate --model tuned/64 --task parity --lengths 64,128 -n 3"
@@ -57,8 +57,8 @@ def test_from_text_to_figures_verb_by_verb(workplace: Path, run: Succeed) -> Non
         f"{measure} --corpus text.txt --max-tokens 60",
     )
     for line in measurements:
-        output, _ = run(f"{line} --name meta --out figures.jsonl")
-        assert output.startswith("model meta, ")
+        output, _ = run(f"{line} --out figures.jsonl")
+        assert output.startswith("model ")
     *accuracies, held_out, whole, two_blocks = read_lines(Path("figures.jsonl").read_text())
     assert column(accuracies, "value") == column(printed, "value")
     assert (held_out["condition"], whole["condition"]) == ("uniform", "none")
@@ -88,7 +88,7 @@ def test_finished_work_is_not_repeated(
     metatokens: Run,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tune = f"{TUNE} --train-lengths 64"
+    tune = f"{TUNE} --set task.train_lengths=[64]"
     tokenized = run(TOKENIZE)
     run(f"{PRETRAIN} --out base")
     run(tune)

@@ -167,9 +167,9 @@ def bits(values: list[bool]) -> bytes:
 
 def test_results_count_examples_and_answer_tokens(small_model: Models, draw: Draw) -> None:
     model = load_model(small_model())
-    fields = {"model": "meta", "task": "copying", "condition": "none", "recipe": "demo"}
+    fields = {"model": "meta", "task": "copying", "condition": "landmark", "recipe": "demo"}
     fields |= {"seed": 5, "train_length": 64, "train_condition": "paper"}
-    examples = draw("copying", 64, 6, "none")
+    examples = draw("copying", 64, 6, "landmark")
     is_correct = [correct_tokens(model, example) for example in examples]
     is_exact = [all(tokens) for tokens in is_correct]
     answer_tokens = sum(map(len, is_correct))

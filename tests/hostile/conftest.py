@@ -12,10 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, GPTNeoForCau
 from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
-from metatokens.tasks.example import read_examples
-from metatokens.tasks.example_store import ExampleStore
 from metatokens.untrusted import parameters_at_least
-from tests.hostile.good import RECORDS, Good, lines_of
+from tests.hostile.good import Good
 
 SECONDS = 60  # of processor time for one case; the slowest takes one or two
 WAITING = 600  # seconds, on a machine with other work
@@ -101,12 +99,8 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def good(small_store, models, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("good")
-    (folder / "records.jsonl").write_bytes(lines_of(RECORDS * 3))
-    examples = read_examples(folder / "records.jsonl", small_store.tokenizer)
-    ExampleStore.write(folder / "arrow", examples)
-    return Good(small_store, models, (folder / "arrow").read_bytes())
+def good(small_store, models):
+    return Good(small_store, models)
 
 
 @pytest.fixture

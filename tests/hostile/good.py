@@ -34,11 +34,10 @@ training:
 
 
 class Good(NamedTuple):
-    """Good input that takes a while to make: a token store, a model of each kind, and the examples of a fine-tuning."""
+    """Good input that takes a while to make: a token store and a model of each kind."""
 
     store: TokenStore
     models: dict[str, Path]
-    examples: bytes
 
 
 def lines_of(records: list[dict[str, Any]]) -> bytes:

@@ -85,7 +85,8 @@ def test_pickles_of_a_model(
         (
             f"pretrain --init {model} --recipe demo {ONE_STEP} --set data.block_size=32 "
             f"--set data.tokens={small_store.path} --out {tmp_path / 'pretrained'}",
-            f"finetune --model {model} --task parity --train-lengths 64 {ONE_STEP} --out {tmp_path / 'finetuned'}",
+            f"finetune --model {model} --task parity --set task.train_lengths=[64] {ONE_STEP} "
+            f"--out {tmp_path / 'finetuned'}",
             f"evaluate --model {model} --task parity --lengths 64 -n 2",
             f"generate --model {model} the --max-new-tokens 2",
         )

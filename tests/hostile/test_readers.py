@@ -25,7 +25,6 @@ from metatokens.paper.run_log import LOG, RunLog
 from metatokens.recipe import PretrainRecipe, load_recipe
 from metatokens.records import MARKER, Result, read_lines
 from metatokens.tasks.example import read_examples
-from metatokens.tasks.example_store import ExampleStore
 from metatokens.training.run_folder import open_run, training_of
 from tests.hostile.drawing import TEXT, cases, damaged, one_damaged
 from tests.hostile.good import (
@@ -92,11 +91,6 @@ def read_records(folder, good):
         assert meta not in answer
 
 
-def read_stored_examples(folder, good):
-    for example in ExampleStore(folder / "examples.arrow"):
-        assert 0 <= example.answer_start <= len(example.input_ids)
-
-
 def read_recipe(folder, good):
     path = folder / "recipe.yaml"
     recipe = load_recipe(PretrainRecipe, str(path))
@@ -159,7 +153,6 @@ READERS = {
     "settings": Reader(lambda _: {"settings.json": json.dumps(SETTINGS).encode()}, read_settings),
     "manifest": Reader(manifest, lambda folder, _: verify_manifest(folder)),
     "records": Reader(lambda _: {"records.jsonl": lines_of(RECORDS)}, read_records),
-    "examples": Reader(lambda good: {"examples.arrow": good.examples}, read_stored_examples),
     "tokenizer": Reader(tokenizer_files, lambda folder, _: load_tokenizer(str(folder))),
     "recipe": Reader(lambda _: {"recipe.yaml": RECIPE}, read_recipe),
     "token store": Reader(lambda good: files_of(good.store.path), read_store),

@@ -16,7 +16,6 @@ import metatokens
 from metatokens import encode_prompt
 from metatokens.checkpoint import load_model
 from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
-from metatokens.errors import UserError
 from metatokens.looking.look import COVERED, DECOYS, WITH, WITHOUT, likeliest, with_decoys
 from metatokens.looking.page import Look, coarse, to_html
 from tests.analysis.recording_oracle import RecordingOracle
@@ -121,20 +120,18 @@ def test_decoys_come_before_text_and_change_nothing_else() -> None:
     meta = 9
     ids = torch.tensor([1, meta, 2, 3, 4, meta, meta, 5, 6, 7])
 
-    drawn = [with_decoys(ids, ids == meta, meta, 3, seed).tolist() for seed in range(20)]
+    with_more = with_decoys(ids, ids == meta, meta, 3).tolist()
 
-    for with_more in drawn:
-        assert with_more.count(meta) == 6
-        text = [token for token in with_more if token != meta]
-        assert text == [1, 2, 3, 4, 5, 6, 7]
-        assert with_more[0] == 1
-        assert with_more[-1] != meta
-    assert len(set(map(tuple, drawn))) > 1
+    assert with_more.count(meta) == 6
+    text = [token for token in with_more if token != meta]
+    assert text == [1, 2, 3, 4, 5, 6, 7]
+    assert with_more[0] == 1
+    assert with_more[-1] != meta
 
 
 def test_decoys_need_room() -> None:
     full = torch.tensor([1, 9, 9, 9])
-    assert torch.equal(with_decoys(full, full == 9, 9, 3, 0), full)
+    assert torch.equal(with_decoys(full, full == 9, 9, 3), full)
 
 
 def test_decoys_stay_within_the_learned_positions(folder: Path, small_model: Models) -> None:
@@ -248,12 +245,3 @@ def test_the_page_needs_no_other_file_and_escapes_the_prompt(folder: Path) -> No
 def test_a_notebook_shows_the_page(look: Look) -> None:
     assert "<iframe srcdoc=" in look._repr_html_()
     assert "<script" not in look._repr_html_()
-
-
-def test_layers_are_chosen(small_model: Models) -> None:
-    folder = small_model(second_attention="meta", num_hidden_layers=3)
-    whole, some = looked(folder), looked(folder, layers=[0, 2])
-    assert some.modules == {"attention": [0, 2], "second_attention": [0, 2]}
-    assert torch.equal(some.attention("attention", 2), whole.attention("attention", 2))
-    with pytest.raises(UserError, match="there is no block 3; the model has the blocks 0 to 2"):
-        looked(folder, layers=[3])

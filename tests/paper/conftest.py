@@ -39,9 +39,11 @@ def reproduce(tiny, tmp_path, monkeypatch):
     """Carries out the tiny preset, or another, in this process, and gives the run's folder."""
     monkeypatch.setattr(pools, "ProcessPoolExecutor", InThisProcess)
 
-    def carry_out(name: str = "tiny", sizes: Preset = tiny, **options: Any) -> Path:
+    def carry_out(
+        name: str = "tiny", sizes: Preset = tiny, *, workers: int = 1, **options: Any
+    ) -> Path:
         monkeypatch.setattr(presets, "PRESETS", {"tiny": sizes, "other": sizes})
-        run.reproduce(name, tmp_path / "run", workers=1, **options)
+        run.reproduce(name, tmp_path / "run", workers=workers, **options)
         return tmp_path / "run"
 
     return carry_out

@@ -1,6 +1,5 @@
 """The lines that a run has written, for comparison with those of another run."""
 
-import gzip
 import json
 from pathlib import Path
 
@@ -17,17 +16,8 @@ def lines(out: Path) -> dict[str, list[str]]:
     """The records of all stages, in a fixed order."""
     by_file = {}
     for name in ("results", "analysis", "curves"):
-        plain, packed = out / f"{name}.jsonl", out / f"{name}.jsonl.gz"
-        content = plain.read_bytes() if plain.exists() else gzip.decompress(packed.read_bytes())
-        by_file[f"{name}.jsonl"] = sorted(content.decode().splitlines())
+        by_file[f"{name}.jsonl"] = sorted((out / f"{name}.jsonl").read_text().splitlines())
     return by_file
-
-
-def unpack(out: Path) -> None:
-    """Turn a finished run's files into those of an unfinished one."""
-    for file in out.glob("*.jsonl.gz"):
-        file.with_suffix("").write_bytes(gzip.decompress(file.read_bytes()))
-        file.unlink()
 
 
 def assert_same_run(out: Path, undisturbed: Path) -> None:

@@ -10,7 +10,7 @@ from benchmarks.speed.cost import flops, forward_products
 from metatokens.data.insertion import meta_token_count
 from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config
-from metatokens.paper.plan import examples_name, select, stages
+from metatokens.paper.plan import select, stages
 from metatokens.paper.presets import PRESETS
 from metatokens.paper.runner import Runner
 from metatokens.paper.variants import (
@@ -21,7 +21,6 @@ from metatokens.paper.variants import (
     lengths_tested,
     pretrain_recipe,
 )
-from metatokens.recipe import FinetuneRecipe, load_recipe
 from metatokens.tasks import TASKS
 
 DEMO, SMALL, PAPER = PRESETS["demo"], PRESETS["small"], PRESETS["paper"]
@@ -52,7 +51,6 @@ def test_every_stage_comes_after_what_it_needs(name):
     earlier: dict[str, set[str]] = {}  # what each stage waits for, directly or not
     for stage in planned(name):
         assert stage.name not in earlier
-        assert stage.cost > 0
         waits_for = set(stage.after)
         for needed in stage.after:
             waits_for |= earlier[needed]
@@ -64,9 +62,8 @@ def test_every_stage_comes_after_what_it_needs(name):
         )
         assert "tokenize" in earlier[pretrained]
         for task in model.tasks:
-            condition = finetune_recipe(PRESETS[name], model, task).task.condition
             finetuned = earlier[f"finetune-{model.name}-{task}"]
-            assert {pretrained, f"draw_tests-{task}-{condition}"} <= finetuned
+            assert pretrained in finetuned
             assert f"finetune-{model.name}-{task}" in earlier[f"evaluate-{model.name}-{task}"]
             if model.extension is not None:
                 assert f"extend-{model.name}" in finetuned
@@ -139,21 +136,12 @@ def test_the_demo_begins_with_list_recall_and_asks_with_the_text_covered():
     plan = planned("demo")
 
     covered = {stage.name for stage in plan if stage.options.get("question_sees")}
-    list_recall = [
-        stage.priority
-        for stage in plan
-        if stage.subject.get("task", "list_recall") == "list_recall"
-    ]
-    other_tasks = [
-        stage.priority
-        for stage in plan
-        if stage.subject.get("task", "list_recall") != "list_recall"
-    ]
+    tasks = [stage.subject["task"] for stage in plan if "task" in stage.subject]
     assert covered == {
         "landmarks-alone-pause-list_recall",
         "landmarks-alone-meta-list_recall",
     }
-    assert max(list_recall) < min(other_tasks)
+    assert tasks == sorted(tasks, key=TASKS.index)
 
 
 def test_fine_tuning_another_models_weights_needs_that_one():
@@ -239,13 +227,6 @@ def test_as_much_compute_is_as_many_steps_as_the_formula_says(model):
     assert longer == pytest.approx(pretraining_operations(model_of(PAPER, "meta")), rel=1e-2)
 
 
-def test_small_takes_40_core_hours_at_most_and_gpu_half_an_hour():
-    seconds_of_small = sum(stage.cost for stage in planned("small"))
-    assert seconds_of_small <= 40 * 3600
-    seconds_of_gpu = sum(stage.cost for stage in planned("gpu"))
-    assert seconds_of_gpu <= 1800
-
-
 @pytest.mark.parametrize("variant", ["", "-periodic", "-k=0", "-k=0.05", "-k=0.2"])
 def test_models_read_the_same_text_whatever_their_share_of_meta_tokens(variant):
     assert text_of_a_block(pretrain_recipe(PAPER, model_of(PAPER, f"meta{variant}"))) == 922
@@ -280,29 +261,3 @@ def test_a_table_that_nothing_answers_is_refused():
         match=r"answers 'table0'; --only takes copying, facts, figure1, .*table9\.$",
     ):
         select(planned("small"), "table0")
-
-
-def examples_of(task_stages):
-    return examples_name(
-        load_recipe(FinetuneRecipe, "demo_finetune", [f"task.stages=[{task_stages}]"])
-    )
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        "",
-        "{lists: [2, 3], items: [3, 6], max_steps: 601}",
-        "{lists: [1, 3], items: [3, 6], max_steps: 600}",
-        "{lists: [2, 3], items: [3, 7], max_steps: 600}",
-        "{lists: [2, 3], items: [3, 6], max_steps: 600, drill: true}",
-    ],
-)
-def test_recipes_whose_stages_draw_other_prompts_do_not_share_them(other):
-    assert examples_of(other) != examples_of("{lists: [2, 3], items: [3, 6], max_steps: 600}")
-
-
-def test_recipes_whose_stages_draw_the_same_prompts_share_them():
-    sooner = examples_of("{lists: [2, 3], items: [3, 6], max_steps: 600, learning_rate: 0.1}")
-
-    assert sooner == examples_of("{lists: [2, 3], items: [3, 6], max_steps: 600}")

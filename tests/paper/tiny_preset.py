@@ -1,8 +1,7 @@
 """A preset of seconds, and the command that carries it out.
 
 If the environment variable STALL holds a path, the worker that pretrains `meta` writes its process id to it after the
-first checkpoint and then stalls, so that a test can cut the run off at the same point on every machine. A worker does
-not stall if there is a file of that name with `.once`.
+first checkpoint and then stalls, so that a test can cut the run off at the same point on every machine.
 """
 
 import os
@@ -12,15 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import submitit
-
 from metatokens import cli
 from metatokens.evaluation import accuracy
 from metatokens.paper import presets
 from metatokens.paper.variants import (
-    Ablation,
-    Analysis,
-    LandmarksTest,
+    Inspection,
     Preset,
     TrainedModel,
 )
@@ -64,6 +59,21 @@ def tiny(corpus: str, models: Sequence[str] = ("gpt2", "meta")) -> Tiny:
     )
 
 
+def text_covered(**of: tuple[str, ...]) -> Inspection:
+    """Four prompts whose question sees landmarks alone."""
+    return Inspection(
+        method="evaluate",
+        kind="landmarks-alone",
+        tables=("landmarks",),
+        **of,
+        options={
+            "counts": {"paper": {64: 4}},
+            "train_lengths": (64,),
+            "question_sees": "landmarks",
+        },
+    )
+
+
 def wide(corpus: str) -> Preset:
     """One model, and every kind of stage."""
     longer = TrainedModel(
@@ -77,8 +87,14 @@ def wide(corpus: str) -> Preset:
     )
     of = {"models": ("meta",), "tasks": ("parity",)}
     changes = ("no_pos", "noise:1")
-    ablation = Ablation(tables=("table13",), **of, interventions=changes, counts={64: 4})
-    alone = LandmarksTest(**of, counts={"paper": {64: 4}}, train_lengths=(64,))
+    ablation = Inspection(
+        method="intervene",
+        kind="ablation",
+        tables=("table13",),
+        **of,
+        options={"interventions": changes, "counts": {64: 4}},
+    )
+    alone = text_covered(**of)
     through = TrainedModel(
         model="meta",
         variant="alone",
@@ -89,14 +105,18 @@ def wide(corpus: str) -> Preset:
         tasks=("parity",),
     )
     analyses = [
-        Analysis(
+        Inspection(
+            method="analyze",
             kind=kind,
             tables=("figure3",),
             **of,
-            train_length=64,
-            length=64,
-            n=n,
-            interventions=changes,
+            options={
+                "kind": kind,
+                "train_length": 64,
+                "length": 64,
+                "n": n,
+                "interventions": changes,
+            },
         )
         for kind, n, changes in (
             ("sharpness", 2, (None,)),
@@ -121,8 +141,7 @@ if stall := os.environ.get("STALL"):
 
     def save_and_stall(self: RunCallback, args, state, control, **kwargs) -> None:
         save(self, args, state, control, **kwargs)
-        was_here = Path(f"{stall}.once").exists()
-        if Path(args.output_dir).match("meta/pretrained/checkpoints") and not was_here:
+        if Path(args.output_dir).match("meta/pretrained/checkpoints"):
             Path(stall).write_text(str(os.getpid()))
             time.sleep(600)
 
@@ -131,7 +150,6 @@ if stall := os.environ.get("STALL"):
 
 def reproduce(preset: Tiny, out: Path, options: str) -> None:
     """The command."""
-    submitit.Job._results_timeout_s = 1  # in place of 15 seconds for a killed job
     presets.PRESETS = {"tiny": preset}
     sys.argv = [
         "metatokens",

@@ -9,7 +9,7 @@ from metatokens.tasks import curriculum
 from metatokens.tasks.example import Example
 from metatokens.tasks.shortcuts import answers
 
-CONDITIONS = ("paper", "landmark", "none", "decoy")
+CONDITIONS = ("paper", "landmark", "decoy")
 
 
 def context_of(example):

@@ -21,13 +21,17 @@ def write_lines(folder, *records):
 @pytest.mark.parametrize("task", TASKS)
 def test_examples_survive_the_trip_through_a_file(task, tokenizer, documents, tmp_path):
     examples = []
-    for condition in ("paper", "landmark", "none", "decoy"):
+    for condition in ("paper", "landmark", "decoy"):
         data = TaskData(task, tokenizer=tokenizer, condition=condition, seed=3, documents=documents)
         examples += [data.sample(index, 1, "test") for index in range(10)]
 
     path = write_lines(tmp_path, *(example.to_record() for example in examples))
 
-    assert read_examples(path, tokenizer) == examples
+    for example, again in zip(examples, read_examples(path, tokenizer), strict=True):
+        assert again.prompt == example.prompt
+        assert again.markers == example.markers
+        assert again.input_ids == example.input_ids
+        assert again.answer_start == example.answer_start
 
 
 def test_prompt_and_completion_suffice(tokenizer, tmp_path):

@@ -109,7 +109,7 @@ def test_verb_by_verb(small_store: TokenStore, metatokens: Run) -> None:
     status, _, said = metatokens(f"pretrain --recipe demo {settings} {STEPS} --out base")
     assert (status, said.splitlines()[-1]) == (0, "model: base")
     status, _, said = metatokens(
-        f"finetune --model base --task parity --train-lengths 64 {STEPS} {WHOLE} --out tuned"
+        f"finetune --model base --task parity --set task.train_lengths=[64] {STEPS} {WHOLE} --out tuned"
     )
     assert (status, said.splitlines()[-1]) == (0, "models: tuned/64")
     status, output, _ = metatokens(
@@ -221,7 +221,7 @@ def test_positions_that_jump_stay_one_sequence(small_store: TokenStore, tmp_path
 MISTAKES = {
     "analyze residual --model neo-meta --task parity --length 64 -n 2": "computes its attention itself",
     "finetune --model neo --task parity --out new": "has no meta_token_id, which markers need; `metatokens retrofit`",
-    "finetune --model neo-meta --task parity --train-lengths 128 --out new": "longer than the 72 learned positions",
+    "finetune --model neo-meta --task parity --set task.train_lengths=[128] --out new": "longer than the 72 learned",
     "pretrain --recipe demo --set data.tokens=STORE --set model.architecture=gpt_neo --out new": (
         "set model.position_embedding=learned, model.second_attention=none and model.attention_scale=constant"
     ),

@@ -11,8 +11,8 @@ from metatokens.errors import UserError
 from metatokens.recipe import FinetuneRecipe, load_recipe
 from metatokens.tasks.curriculum import Sizes, TaskData
 from metatokens.tasks.drills import draw_drill
-from metatokens.tasks.example_store import ExampleStore
 from metatokens.training import trainer
+from metatokens.training.examples import train_examples, train_source
 from metatokens.training.finetune import finetune
 from tests.training.conftest import Finetuning, figures_of, weights
 
@@ -25,20 +25,28 @@ def stages(*fields: str) -> str:
 
 
 SHORT = "lists: [2, 3], items: [3, 4], max_steps: 4"
+TWO_STAGES = stages(
+    f"{SHORT}, learning_rate: 0.01, per_device_train_batch_size: 2",
+    "lists: [1, 1], items: [5, 5], max_steps: 2",
+)
 
 
 @pytest.mark.parametrize(
-    ("name", "lists", "items", "count"), [("stage-1", {2, 3}, {3, 4}, 8), ("stage-2", {1}, {5}, 8)]
+    ("number", "lists", "items", "count"), [(0, {2, 3}, {3, 4}, 8), (1, {1}, {5}, 8)]
 )
 def test_a_stage_has_its_prompts_and_its_batch(
-    name: str,
+    number: int,
     lists: set[int],
     items: set[int],
     count: int,
-    finetuned: Path,
+    finetuning: Finetuning,
     small_store: TokenStore,
 ) -> None:
-    examples = ExampleStore(finetuned / "examples" / f"{name}.arrow")
+    recipe = finetuning(TWO_STAGES)
+    source = train_source(recipe, "list_recall", small_store.tokenizer, ())
+
+    examples = train_examples(recipe, source, recipe.phases()[number])
+
     seen_lists, seen_items = set(), set()
     for example in examples:
         prompt = small_store.tokenizer.decode(example.input_ids[: example.answer_start])
@@ -60,10 +68,8 @@ def finetuned(
     model: Path, finetuning: Finetuning, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """A run with two stages, the first with settings of its own."""
-    first = f"{SHORT}, learning_rate: 0.01, per_device_train_batch_size: 2"
     out = tmp_path_factory.mktemp("stages")
-    recipe = finetuning(stages(first, "lists: [1, 1], items: [5, 5], max_steps: 2"))
-    finetune(recipe, model, out, task="list_recall")
+    finetune(finetuning(TWO_STAGES), model, out, task="list_recall")
     return out
 
 
@@ -141,12 +147,12 @@ def test_a_stage_that_makes_no_sense_is_refused(stage: str, sentence: str) -> No
         (
             "list_recall",
             "lists: [15, 15], items: [20, 20], max_steps: 4",
-            "no list_recall prompt of 15 lists of 20",
+            "no list_recall prompt with 1 to 64 tokens",
         ),
         (
             "copying",
             "lists: [8, 8], items: [9, 9], max_steps: 4, drill: true",
-            "no drill of 8 lists of 9 items has at",
+            "no drill has at most 64 tokens",
         ),
     ],
 )

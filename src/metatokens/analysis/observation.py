@@ -36,18 +36,14 @@ class PromptIds:
     answer: int  # the answer's first id
 
     @classmethod
-    def of(cls, example: Example, meta_token_id: int | None) -> "PromptIds":
+    def of(cls, example: Example, meta_token_id: int) -> "PromptIds":
         """The prompt of an example.
 
         Raises:
             UserError: if it has no meta-token with text before it.
         """
         ids = torch.tensor(example.input_ids[: example.answer_start])
-        is_meta = (
-            ids == meta_token_id
-            if meta_token_id is not None
-            else torch.zeros_like(ids, dtype=torch.bool)
-        )
+        is_meta = ids == meta_token_id
         metas = is_meta.nonzero()[:, 0].tolist()
         if not metas or is_meta[: metas[-1]].all():
             raise UserError(

@@ -16,10 +16,10 @@ training examples. y is the answer's first token, one of those that occur.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from scipy.stats import entropy
@@ -32,7 +32,6 @@ from metatokens.analysis.observation import PromptIds
 from metatokens.analysis.samples import summary
 from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
-from metatokens.model.interventions import Intervention, intervene
 from metatokens.model.wrappers import takes_wrapped
 from metatokens.records import About, AnalysisSplit, Measurement
 from metatokens.tasks.example import Example
@@ -40,6 +39,7 @@ from metatokens.tasks.scoring import by_length
 
 BETAS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # the paper's
 CODE_SIZE = 32
+FITS = 3  # bottlenecks for each beta, with seeds from 0
 DRAWS = 4  # of z for each example when a code is scored
 TOKENS_A_BATCH = 16_384  # padded
 
@@ -157,22 +157,27 @@ def final_states(model: PreTrainedModel, examples: Sequence[Example]) -> dict[st
     return {"text": states[:, 0], "meta": states[:, 1]}
 
 
+class _Part(NamedTuple):
+    """Which examples codes are trained and scored on."""
+
+    split: AnalysisSplit
+    schedule: Schedule
+    trained: slice
+    scored: slice
+
+
 @takes_wrapped
 def rate_distortion(
     model: PreTrainedModel,
     examples: Sequence[Example],
     shared: About,
-    *,
-    held_out: int = 500,
-    fits: int = 3,
-    intervention: Intervention | None = None,
 ) -> list[Measurement]:
     """Points of the rate-distortion curves at the last meta-token and at the last text token (`subject`).
 
     For each beta and seed, means over examples of `rate` and `distortion`:
 
     - as in the paper, trained and scored on the same first 50 examples, in 5 epochs with batches of 1 (`split`: "fit");
-    - trained on all except the last `held_out` examples, and scored on both parts ("train" and "held_out").
+    - trained on four fifths of the examples, and scored on the others ("held_out").
 
     And for each split `answer_entropy`, the distortion at rate 0 if the frequency of each answer is known.
 
@@ -180,78 +185,55 @@ def rate_distortion(
         model: is put into evaluation mode, and not changed.
         examples: their prompts and the first tokens of their answers are read.
         shared: the fields that all records share.
-        held_out: the number of examples kept for scoring.
-        fits: the number of bottlenecks trained for each beta, with seeds from 0.
-        intervention: applied while the states are computed.
 
     Raises:
         UserError: if there are too few examples, or a prompt has no meta-token after some text.
     """
-    if held_out < 1 or len(examples) - held_out < PAPER_EXAMPLES:
+    n_train = len(examples) - len(examples) // 5
+    if n_train < PAPER_EXAMPLES:
         raise UserError(
-            f"{len(examples)} examples with {held_out} held out are too few: training needs {PAPER_EXAMPLES} and the "
-            "held-out part 1."
+            f"{len(examples)} examples are too few: training on four fifths of them needs {PAPER_EXAMPLES}."
         )
-    with intervene(model, intervention):
-        states_by_subject = final_states(model, examples)
+    states_by_subject = final_states(model, examples)
     first_ids = torch.tensor([example.input_ids[example.answer_start] for example in examples])
     _, answers = first_ids.unique(return_inverse=True)  # numbers of those that occur
-    n_train = len(examples) - held_out
-    paper_rows: dict[AnalysisSplit, slice] = {"fit": slice(PAPER_EXAMPLES)}
-    other_rows: dict[AnalysisSplit, slice] = {
-        "train": slice(n_train),
-        "held_out": slice(n_train, None),
-    }
+    parts = (
+        _Part("fit", PAPER_SCHEDULE, slice(PAPER_EXAMPLES), slice(PAPER_EXAMPLES)),
+        _Part("held_out", SCHEDULE, slice(n_train), slice(n_train, None)),
+    )
     common = shared.present_fields(
         analysis="rate_distortion",
         position_embedding=model.config.position_embedding,
-        intervention=None if intervention is None else str(intervention),
         marker="final",
     )
     measured: list[Measurement] = []
-    for split, rows in (paper_rows | other_rows).items():
-        frequencies = answers[rows].bincount()
-        nats = float(entropy(frequencies))
-        n = int(frequencies.sum())
-        measured.append(
-            Measurement(**common, metric="answer_entropy", split=split, value=nats, n=n)
-        )
-    for schedule, scored in ((PAPER_SCHEDULE, paper_rows), (SCHEDULE, other_rows)):
+    for part in parts:
+        frequencies = answers[part.scored].bincount()
+        fields = common | {"split": part.split}
+        nats, n = float(entropy(frequencies)), int(frequencies.sum())
+        measured.append(Measurement(**fields, metric="answer_entropy", value=nats, n=n))
         for subject, states in states_by_subject.items():
-            for point in _points(schedule, states, answers, scored, fits):
-                measured.append(Measurement(**common, **point | {"subject": subject}))
+            for point in _points(part, states, answers):
+                measured.append(Measurement(**fields, **point | {"subject": subject}))
     return measured
 
 
-def _points(
-    schedule: Schedule,
-    states: Tensor,
-    answers: Tensor,
-    scored: Mapping[AnalysisSplit, slice],
-    fits: int,
-) -> Iterator[dict[str, Any]]:
-    """Train codes on the first of the scored parts, for each beta and seed: the fields of each measurement."""
-    train_rows = next(iter(scored.values()))
+def _points(part: _Part, states: Tensor, answers: Tensor) -> Iterator[dict[str, Any]]:
+    """Train and score codes for each beta and seed: the fields of each measurement."""
     # Each feature has mean 0 and variance 1 over the training examples.
-    spread, mean = torch.std_mean(states[train_rows], dim=0)
+    spread, mean = torch.std_mean(states[part.trained], dim=0)
     scaled = (states - mean) / spread.clamp(min=1e-6)
     classes = int(answers.max()) + 1
-    for beta, seed in product(BETAS, range(fits)):
+    for beta, seed in product(BETAS, range(FITS)):
         bottleneck = fit(
-            scaled[train_rows],
-            answers[train_rows],
+            scaled[part.trained],
+            answers[part.trained],
             classes=classes,
             beta=beta,
-            schedule=schedule,
+            schedule=part.schedule,
             seed=seed,
         )
-        for split, rows in scored.items():
-            for metric, values in score(bottleneck, scaled[rows], answers[rows], seed=seed).items():
-                of_examples = list(values[:, None].numpy())
-                yield {
-                    "metric": metric,
-                    "split": split,
-                    "beta": beta,
-                    "fit_seed": seed,
-                    **summary(of_examples),
-                }
+        scores = score(bottleneck, scaled[part.scored], answers[part.scored], seed=seed)
+        for metric, values in scores.items():
+            of_examples = list(values[:, None].numpy())
+            yield {"metric": metric, "beta": beta, "fit_seed": seed, **summary(of_examples)}

@@ -30,7 +30,7 @@ def residual(
 ) -> list[Measurement]:
     """Similarity of states in the residual stream, and the attention of the final meta-token; means over examples.
 
-    - `similarity_centred`: cosine of the state of each meta-token (`subject` meta, by `marker`), or of its control
+    - `similarity_centred`: cosine of the state of each meta-token but the final one (`subject` meta), or of its control
       (`subject` text), with the states of the text tokens before it, by layer and distance;
     - `attention_weight`: of the final meta-token, by module, layer, head and class of keys, and
       `attention_weight_if_uniform`, the weight of the class if attention were spread evenly;
@@ -95,15 +95,12 @@ def _unit_states(prompt: PromptIds, seen: Observation) -> list[Tensor]:
 def _similarities(
     samples: Samples, number: int, prompt: PromptIds, units: Sequence[Tensor]
 ) -> None:
-    for meta in prompt.metas:
+    for meta in prompt.metas[:-1]:
         control = prompt.text_before(meta)
         if control is None:
             continue
-        marker = "final" if meta == prompt.metas[-1] else "context"
         for subject, position in (("meta", meta), ("text", control)):
-            _similarities_before(
-                samples, number, prompt, units, position, marker=marker, subject=subject
-            )
+            _similarities_before(samples, number, prompt, units, position, subject)
 
 
 def _similarities_before(
@@ -112,7 +109,7 @@ def _similarities_before(
     prompt: PromptIds,
     units: Sequence[Tensor],
     position: int,
-    **fields: str,
+    subject: str,
 ) -> None:
     """Add the similarities of the state at a position with those of the text tokens before it."""
     before = (~prompt.is_meta[:position]).nonzero()[:, 0]
@@ -128,7 +125,8 @@ def _similarities_before(
                 metric="similarity_centred",
                 layer=layer,
                 distance=distance,
-                **fields,
+                marker="context",
+                subject=subject,
             )
 
 

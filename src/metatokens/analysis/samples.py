@@ -1,4 +1,4 @@
-"""Many measured values become one record: their mean, its interval and their quantiles."""
+"""Many measured values become one record: their mean and its interval."""
 
 import math
 from collections import defaultdict
@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from metatokens.evaluation.intervals import normal_interval, wilson_interval
-from metatokens.records import QUANTILES, Measurement
+from metatokens.records import Measurement
 
 
 class Samples:
@@ -35,13 +35,13 @@ class Samples:
 
 
 def summary(examples: Sequence[np.ndarray]) -> dict[str, Any]:
-    """The fields `value, n, low, high, quantiles` of a record.
+    """The fields `value, n, low, high` of a record.
 
     The mean is over all values. Values of one example depend on each other, so the interval is over examples: that of
     the ratio of their sums to their counts. For a proportion of exactly 0 or 1 it is Wilson's, counting examples.
 
     Args:
-        examples: an array of values for each example: numbers, or booleans, which have no quantiles.
+        examples: an array of values for each example: numbers or booleans.
     """
     values = np.concatenate(examples)
     if len(values) == 0:
@@ -50,8 +50,6 @@ def summary(examples: Sequence[np.ndarray]) -> dict[str, Any]:
     mean = float(values.mean(dtype=np.float64))
     counted = [part for part in examples if len(part)]
     fields: dict[str, Any] = {"value": mean, "n": len(values)}
-    if not is_share:
-        fields["quantiles"] = tuple(np.quantile(values, QUANTILES).tolist())
     if is_share and mean in (0.0, 1.0):
         fields["low"], fields["high"] = wilson_interval(round(mean * len(counted)), len(counted))
     elif len(counted) > 1:

@@ -10,7 +10,6 @@ As in the paper, a model is compared with itself while the embeddings of its met
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -55,7 +54,7 @@ def sharpness(
 ) -> list[Measurement]:
     """The effect of the meta-tokens' embeddings: a pass with them, minus a pass in which they are zero.
 
-    Means over examples, for each attention module, layer and head, and for all layers and heads of a module together:
+    Means over examples, for all layers and heads of each attention module together:
 
     - `attention_logit_change` and `attention_log_odds_change` of each query at each meta-token that it sees;
     - `attention_entropy_change` of each row that sees a meta-token;
@@ -87,27 +86,22 @@ def sharpness(
         with intervene(model, NoEmbedding()):
             zeroed = observe(model, prompt.ids)
         for (module, layer), inputs in intact.attention.items():
-            changes = _changes_of_attention(prompt, inputs, zeroed.attention[module, layer])
-            _add_heads(samples, number, changes, module, layer)
+            without = zeroed.attention[module, layer]
+            _compare_attention(samples, number, prompt, module, inputs, without)
         _compare_outputs(samples, number, prompt, model.config.meta_token_id, intact, zeroed)
     fields = shared.present_fields(position_embedding=model.config.position_embedding)
     return samples.measurements(analysis="sharpness", **fields)
 
 
-@dataclass(frozen=True)
-class _AttentionChanges:
-    """What the embeddings change in the rows of one module that see a meta-token, for each head."""
-
-    logits: Tensor  # (heads, pairs of a row and a meta-token that it sees)
-    log_odds: Tensor  # (heads, pairs)
-    entropy: Tensor  # (heads, rows)
-    premise: Tensor  # (heads, rows) bool, of j*
-    boosted: Tensor  # (heads, rows) bool, of j*
-
-
-def _changes_of_attention(
-    prompt: PromptIds, intact: AttentionInputs, zeroed: AttentionInputs
-) -> _AttentionChanges:
+def _compare_attention(
+    samples: Samples,
+    number: int,
+    prompt: PromptIds,
+    module: str,
+    intact: AttentionInputs,
+    zeroed: AttentionInputs,
+) -> None:
+    """Add what the embeddings change in the rows of one module that see a meta-token."""
     device = intact.positions.device
     metas = prompt.is_meta.to(device)[intact.positions].nonzero()[:, 0]
     rows = torch.arange(max(1, int(metas[0])), len(intact.positions), device=device)
@@ -119,44 +113,26 @@ def _changes_of_attention(
     logit_changes = after[..., metas] - before[..., metas]  # (heads, rows, metas)
     boosts = torch.stack([_change_of_log_odds(before, after, int(meta)) for meta in metas], dim=-1)
     largest = before[..., metas].argmax(-1)  # j* of each row, (heads, rows)
-    return _AttentionChanges(
-        logits=logit_changes[:, sees],
-        log_odds=boosts[:, sees],
-        entropy=entropy(after) - entropy(before),
-        premise=premise_holds(before, metas[largest]),
-        boosted=_take(boosts, largest) > 0,
-    )
+    entropy_change = entropy(after) - entropy(before)
+    holds = premise_holds(before, metas[largest])
+    rose = _take(boosts, largest) > 0
+    values = {
+        "attention_logit_change": logit_changes[:, sees],
+        "attention_log_odds_change": boosts[:, sees],
+        "attention_entropy_change": entropy_change,
+        "premise_holds": holds,
+    }
+    for metric, of_heads in values.items():
+        samples.add(number, of_heads, metric=metric, module=module)
+    for premise, boosted in product((True, False), repeat=2):
+        fell = entropy_change[(holds == premise) & (rose == boosted)] < 0
+        fields = {"metric": "entropy_fell", "premise": premise, "boosted": boosted}
+        samples.add(number, fell, **fields, module=module)
 
 
 def _change_of_log_odds(before: Tensor, after: Tensor, key: int) -> Tensor:
     index = torch.full(before.shape[:-1], key, device=before.device)
     return log_odds(after, index) - log_odds(before, index)
-
-
-def _add_heads(
-    samples: Samples, number: int, changes: _AttentionChanges, module: str, layer: int
-) -> None:
-    """Add each head's values to those of the head, and to those of all heads of the module."""
-    values = {
-        "attention_logit_change": changes.logits,
-        "attention_log_odds_change": changes.log_odds,
-        "attention_entropy_change": changes.entropy,
-        "premise_holds": changes.premise,
-    }
-    for head in range(len(changes.entropy)):
-        for which_heads in ({"layer": layer, "head": head}, {}):
-            for metric, of_heads in values.items():
-                samples.add(number, of_heads[head], metric=metric, module=module, **which_heads)
-            for premise, boosted in product((True, False), repeat=2):
-                rows = (changes.premise[head] == premise) & (changes.boosted[head] == boosted)
-                fell = changes.entropy[head][rows] < 0
-                fields = {
-                    "metric": "entropy_fell",
-                    "premise": premise,
-                    "boosted": boosted,
-                    "module": module,
-                }
-                samples.add(number, fell, **fields, **which_heads)
 
 
 @torch.inference_mode()

@@ -14,12 +14,11 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 from metatokens.cli.look_commands import generate, look, sample
 from metatokens.cli.measure_commands import analyze, evaluate, perplexity
 from metatokens.cli.output import say
-from metatokens.cli.report_commands import plot, report, reproduce
+from metatokens.cli.report_commands import report, reproduce
 from metatokens.cli.train_commands import extend, finetune, pretrain, retrofit, tokenize
 from metatokens.errors import UserError
 from metatokens.machine import keep_freed_memory, process_count
@@ -30,36 +29,17 @@ PANELS = {
     "Train": (tokenize, pretrain, retrofit, extend, finetune),
     "Look": (sample, generate, look),
     "Measure": (evaluate, perplexity, analyze),
-    "Report": (plot, report),
+    "Report": (report,),
 }
 INTERRUPTED = 130  # typer's exit status after Ctrl-C
 # Of click, or of the copy of click in typer, which exports neither.
 UsageError: Any = typer.BadParameter.__base__
 
 
-class _Plain:
-    """Flags whose help shows no `<bool>`."""
-
-    def get_params(self, context: typer.Context) -> list[Any]:
-        params: list[Any] = super().get_params(context)  # type: ignore[misc]  # of the class behind it
-        for flag in params:
-            if getattr(flag, "is_flag", False):
-                flag.metavar = ""
-        return params
-
-
-class _Verb(_Plain, TyperCommand): ...  # type: ignore[misc]  # two signatures of get_params
-
-
-class _Verbs(_Plain, TyperGroup): ...  # type: ignore[misc]  # the same
-
-
-app = typer.Typer(cls=_Verbs, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 for panel, verbs in PANELS.items():
     for verb in verbs:
-        app.command(
-            cls=_Verb, rich_help_panel=panel, short_help=(verb.__doc__ or "").partition("\n")[0]
-        )(verb)
+        app.command(rich_help_panel=panel, short_help=(verb.__doc__ or "").partition("\n")[0])(verb)
 
 
 def _print_version(wanted: bool) -> None:
@@ -71,12 +51,16 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of a mistake.")
+        bool, typer.Option("--debug", metavar="", help="Show the traceback of a mistake.")
     ] = False,
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+            "--version",
+            metavar="",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version and exit.",
         ),
     ] = False,
 ) -> None:

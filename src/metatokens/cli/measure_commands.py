@@ -26,7 +26,7 @@ NO_QUESTION = "--intervention landmarks_alone goes with --task, whose prompts ha
 Lengths = Annotated[
     str | None,
     typer.Option(
-        metavar=options.SEVERAL,
+        metavar="LENGTH,...",
         help=f"Longest prompts of --task in tokens; the shortest have half as many. By default {DEFAULT_LENGTHS}.",
     ),
 ]
@@ -59,15 +59,17 @@ def evaluate(
     task: options.TaskOrData = None,
     data: options.Data = None,
     landmarks: options.Landmarks = None,
-    text_window: options.TextWindow = None,
     lengths: Lengths = None,
     condition: options.ConditionOrData = None,
     n: PromptsPerLength = None,
     intervention: InterventionName = None,
-    name: options.Name = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Name of the model in the results; by default its folder."
+        ),
+    ] = None,
     predictions: Predictions = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
     out: options.ResultFile = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -91,7 +93,7 @@ def evaluate(
     change = None if intervention is None or is_alone else Intervention.parse(intervention)
     check_results_file(out)
     check_results_file(predictions)
-    loaded, tokenizer = options.load(model, device, dtype, text_window)
+    loaded, tokenizer = options.load(model)
     check_meta_token(loaded.config, tokenizer, model)
     tests: dict[Any, list[Example]]
     if data is not None:
@@ -100,7 +102,7 @@ def evaluate(
         tests = {None: records}
     else:
         condition = condition or "paper"
-        bins = options.parse_lengths(lengths or DEFAULT_LENGTHS)
+        bins = options.parse_numbers("lengths", lengths or DEFAULT_LENGTHS, smallest=1)
         check_length(loaded.config, max(bins))
         tests = _test_sets(task, bins, condition, n or DEFAULT_PROMPTS, tokenizer)
     subject = About(
@@ -185,15 +187,12 @@ def analyze(
             help="Longest prompts in tokens; the shortest have half as many.",
         ),
     ] = 128,
-    condition: options.Condition = "paper",
     n: Annotated[
         int | None,
         typer.Option(
             "-n", metavar="N", min=1, help="Test prompts; by default 100 (rate-distortion: 2,500)."
         ),
     ] = None,
-    name: options.Name = None,
-    device: options.Device = None,
     out: options.ResultFile = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -202,9 +201,7 @@ def analyze(
     Whether they sharpen attention (sharpness), which context their states hold (residual), and how far these states
     can be compressed (rate-distortion).
     """
-    from metatokens.analysis.rate_distortion import rate_distortion
-    from metatokens.analysis.residual import residual
-    from metatokens.analysis.sharpness import sharpness
+    from metatokens.analysis.analyses import ANALYSES
     from metatokens.data.tokenizer import check_meta_token
     from metatokens.evaluation.accuracy import draw_test_examples
     from metatokens.records import About
@@ -212,27 +209,17 @@ def analyze(
     from metatokens.training.run_folder import training_of
 
     check_results_file(out)
-    loaded, tokenizer = options.load(model, device)
+    loaded, tokenizer = options.load(model)
     check_meta_token(loaded.config, tokenizer, model)
     count = n or (DEFAULT_PROMPTS if kind == "rate-distortion" else 100)
     documents = documents_for(task, options.BUILTIN)
     examples = draw_test_examples(
-        task, length, count, tokenizer, condition=condition, documents=documents
+        task, length, count, tokenizer, condition="paper", documents=documents
     )
     subject = About(
-        model=name or str(model),
-        task=task,
-        condition=condition,
-        length=length,
-        **training_of(model),
+        model=str(model), task=task, condition="paper", length=length, **training_of(model)
     )
-    if kind == "rate-distortion":
-        measured = rate_distortion(loaded, examples, subject, fits=3, held_out=count // 5)
-    elif kind == "sharpness":
-        measured = sharpness(loaded, examples, subject)
-    else:
-        measured = residual(loaded, examples, subject)
-    write_figures(measured, out, as_json=as_json)
+    write_figures(ANALYSES[kind](loaded, examples, subject), out, as_json=as_json)
 
 
 def perplexity(
@@ -252,17 +239,12 @@ def perplexity(
     ] = 0.1,
     placement: options.Placement = "none",
     landmarks: options.Landmarks = None,
-    text_window: options.TextWindow = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
             metavar="TOKENS", min=1, help="Limit on the text that is read; by default all is."
         ),
     ] = None,
-    name: options.Name = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    batch_size: options.BatchSize = 16,
     out: options.ResultFile = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -280,17 +262,16 @@ def perplexity(
         raise UserError(
             "give --placement or --landmarks, not both: each places the meta-tokens of a block."
         )
-    loaded, tokenizer = options.load(model, device, dtype, text_window)
+    loaded, tokenizer = options.load(model)
     text = held_out_text(corpus, tokenizer, max_tokens)
     result = perplexity(
         loaded,
         text,
-        About(model=name or str(model), seed=training_of(model).get("seed", 0)),
+        About(model=str(model), seed=training_of(model).get("seed", 0)),
         block_size=block_size,
         fraction=fraction,
         placement=placement,
         landmarks=None if landmarks is None else Landmarks(tokenizer, landmarks),
         source=corpus,
-        batch=batch_size,
     )
     write_figures([result], out, as_json=as_json)

@@ -17,7 +17,6 @@ BUILTIN = "builtin"
 CORPUS = f"{BUILTIN}, a file or glob (.txt, .jsonl, .gz, .parquet), or hf:NAME:CONFIG"
 TOKENIZER = "gpt2, a folder, or train:N to train one of N tokens on the corpus"
 RECORDS = "JSON lines of prompt, markers and completion"
-SEVERAL = "LENGTH,..."  # of an option that takes several
 
 
 def fetched(context: typer.Context, model: Path | None) -> Path | None:
@@ -29,18 +28,12 @@ def fetched(context: typer.Context, model: Path | None) -> Path | None:
     return fetch_model(model)
 
 
-def load(
-    model: Path, device: str | None, dtype: str | None = None, text_window: int | None = None
-) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """The model of a folder, with another text window if one is given, and its tokenizer."""
+def load(model: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """The model of a folder and its tokenizer."""
     from metatokens.checkpoint import load_model
     from metatokens.data.tokenizer import load_tokenizer
-    from metatokens.retrofit.text_window import set_text_window
 
-    loaded = load_model(model, device=device, dtype=dtype)
-    if text_window is not None:
-        set_text_window(loaded, text_window)
-    return loaded, load_tokenizer(str(model))
+    return load_model(model), load_tokenizer(str(model))
 
 
 def _listed(names: Any) -> str:
@@ -50,12 +43,7 @@ def _listed(names: Any) -> str:
 
 def _choice(option: str, names: Any, meaning: str) -> Any:
     """An option that takes one of a `Literal`'s names, which its help lists."""
-    return typer.Option(
-        option,
-        metavar="NAME",
-        help=f"{meaning}: {_listed(names)}.",
-        autocompletion=lambda: list(get_args(names)),
-    )
+    return typer.Option(option, metavar="NAME", help=f"{meaning}: {_listed(names)}.")
 
 
 def _recipe(meaning: str) -> Any:
@@ -96,39 +84,7 @@ Landmarks = Annotated[
         "--landmarks",
         metavar="RULE",
         help="Put a meta-token after each line, paragraph or sentence, or after every:N tokens.",
-        autocompletion=lambda: ["line", "paragraph", "sentence", "every:N"],
     ),
-]
-TextWindow = Annotated[
-    int | None,
-    typer.Option(
-        "--text-window",
-        metavar="W",
-        min=1,
-        max=2**31,
-        help="Let a query see the last W positions, the first ones and all meta-tokens; by default as the model was "
-        "trained. Blocks in training.text_full_layers see everything.",
-    ),
-]
-Device = Annotated[
-    recipe.Device | None,
-    _choice(
-        "--device", recipe.Device, "Where the model runs (by default on a GPU if there is one)"
-    ),
-]
-Dtype = Annotated[
-    recipe.Dtype | None,
-    _choice("--dtype", recipe.Dtype, "Number type of the weights (by default as saved)"),
-]
-BatchSize = Annotated[
-    int,
-    typer.Option(
-        "--batch-size", metavar="N", min=1, help="Sequences per batch, limited by memory."
-    ),
-]
-Name = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Name of the model in the results; by default its folder."),
 ]
 Task = Annotated[recipe.Task, _choice("--task", recipe.Task, "The task")]
 TaskOrData = Annotated[
@@ -154,13 +110,13 @@ Placement = Annotated[
 Kind = Annotated[
     AnalysisName, typer.Argument(metavar="KIND", help=f"What to measure: {_listed(AnalysisName)}.")
 ]
-Preset = Annotated[str, _choice("--preset", choices.PresetName, "Size of the experiments")]
-Executor = Annotated[
-    choices.Executor,
-    _choice(
-        "--executor",
-        choices.Executor,
-        "Where stages run (local: the jobs of slurm, on this machine)",
+Preset = Annotated[
+    str,
+    typer.Option(
+        "--preset",
+        metavar="NAME",
+        help=f"Size of the experiments: {_listed(choices.PresetName)}.",
+        autocompletion=lambda: list(get_args(choices.PresetName)),
     ),
 ]
 PretrainRecipe = Annotated[
@@ -181,24 +137,11 @@ def check_task_or_data(task: str | None, data: Path | None) -> None:
         raise UserError("give either --task or --data.")
 
 
-def parse_lengths(text: str) -> list[int]:
-    """Read lengths in tokens, separated by commas."""
-    return _parse(
-        "lengths", text, smallest=1, form="positive numbers separated by commas, such as 128,256"
-    )
-
-
-def parse_layers(text: str | None) -> list[int] | None:
-    """Read the numbers of layers, from 0, separated by commas; None means all."""
-    return (
-        None
-        if text is None
-        else _parse("layers", text, smallest=0, form="numbers separated by commas")
-    )
-
-
-def _parse(name: str, text: str, *, smallest: int, form: str) -> list[int]:
+def parse_numbers(name: str, text: str, *, smallest: int) -> list[int]:
+    """Read numbers separated by commas, such as lengths in tokens."""
     numbers = [int(part) if part.strip().isdecimal() else -1 for part in text.split(",")]
     if min(numbers) < smallest:
-        raise UserError(f"{name} {text!r} must be {form}.")
+        raise UserError(
+            f"{name} {text!r} must be numbers of at least {smallest}, separated by commas."
+        )
     return numbers

@@ -64,32 +64,42 @@ def check_results_file(out: Path | None) -> None:
 
 
 _SHARES = ("exact_match", "token_accuracy", "shortcut")  # shown in percent
-_FIGURE = ("metric", "value", "low", "high", "n", "chance", "quantiles", "hits")
+_FIGURE = ("metric", "value", "low", "high", "n", "chance", "hits")
 
 
 def print_figures(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table of results: the value, its 95 % interval, n, and chance.
+    """Print a table of results: the value, its 95 % interval, n, and chance, unless no row has one.
 
     A line above it holds the fields that all rows share.
     """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     shared = {
         name: value
         for name, value in rows[0].items()
         if all(row.get(name) == value for row in rows)
     }
-    numbers = {
+    columns = {
         "value": [_number(row, "value") or "-" for row in rows],
         "95 % interval": [_interval(row) for row in rows],
         "n": [f"{row['n']:,}" for row in rows],
         "chance": [_number(row, "chance") for row in rows],
     }
-    measured = []
-    for row in rows:
+    shown = {heading: cells for heading, cells in columns.items() if any(cells)}
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("measured", overflow="fold")
+    for heading in shown:
+        table.add_column(heading, justify="right", overflow="fold")
+    for row, *cells in zip(rows, *shown.values(), strict=True):
         metric = row["metric"].replace("_", " ")
-        measured.append(", ".join([metric, *_described(row, without=shared)]))
-    print_table(
-        {"measured": measured, **numbers}, above=", ".join(_described(shared)), numbers=numbers
-    )
+        measured = ", ".join([metric, *_described(row, without=shared)])
+        table.add_row(*map(Text, [measured, *cells]))
+    console = Console()
+    if shared:
+        console.print(Text(", ".join(_described(shared)), style="dim"))
+    console.print(table)
 
 
 def _interval(row: Mapping[str, Any]) -> str:
@@ -111,34 +121,6 @@ def _number(row: Mapping[str, Any], name: str) -> str:
     if row["metric"] in _SHARES:
         return f"{100 * value:.1f} %"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def print_table(
-    columns: Mapping[str, Sequence[str]], *, above: str = "", numbers: Collection[str] = ()
-) -> None:
-    """Print a table; columns that are empty in all rows are left out.
-
-    Args:
-        columns: the cells of each column, by heading.
-        above: a line above the table.
-        numbers: headings of the right-aligned columns.
-    """
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    shown = {heading: cells for heading, cells in columns.items() if any(cells)}
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in shown:
-        table.add_column(
-            heading, justify="right" if heading in numbers else "left", overflow="fold"
-        )
-    for row in zip(*shown.values(), strict=True):
-        table.add_row(*map(Text, row))
-    console = Console()
-    if above:
-        console.print(Text(above, style="dim"))
-    console.print(table)
 
 
 LINE_EVERY = 30.0  # seconds between printed lines where there is no terminal to redraw

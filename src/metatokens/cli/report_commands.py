@@ -1,4 +1,4 @@
-"""The command that runs everything in order, and those that draw and write up results."""
+"""The command that runs everything in order, and the one that writes up results."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +7,6 @@ import typer
 
 from metatokens.cli import options
 from metatokens.cli.output import say
-from metatokens.files import PNG, replace_same_kind
 
 
 def reproduce(
@@ -32,21 +31,12 @@ def reproduce(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the remaining stages and their cost.")
+        bool, typer.Option("--dry-run", metavar="", help="Print the remaining stages.")
     ] = False,
-    executor: options.Executor = "processes",
     workers: Annotated[
         int | None,
         typer.Option(
-            metavar="N",
-            min=1,
-            help="Stages at the same time; by default one per GPU or core (slurm: 64).",
-        ),
-    ] = None,
-    job: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE", help="Slurm setting such as slurm_partition=gpu; repeatable."
+            metavar="N", min=1, help="Stages at the same time; by default one per GPU or core."
         ),
     ] = None,
     overwrite: options.Overwrite = False,
@@ -56,12 +46,12 @@ def reproduce(
     Tokenize, pretrain, fine-tune, evaluate, analyze and report several models. An interrupted run resumes when the
     command is repeated.
     """
-    from metatokens.paper.pools import job_settings
     from metatokens.paper.report.page import write_report
-    from metatokens.paper.run import reproduce
+    from metatokens.paper.run import reproduce, unfinished
 
     if dry_run:
-        _print_stages(preset, out, only)
+        for stage in unfinished(preset, out, only=only):
+            print(stage.name)
         return
     reproduce(
         preset,
@@ -69,40 +59,11 @@ def reproduce(
         corpus=corpus,
         book=book,
         only=only,
-        executor=executor,
         workers=workers,
-        job=job_settings(job or ()),
         overwrite=overwrite,
         task_done=lambda: say(f"report so far: {write_report([out], out / 'report')}"),
     )
     say(f"report: {write_report([out], out / 'report', say)}")
-
-
-def _print_stages(preset: str, out: Path, only: str | None) -> None:
-    """Print the stages that a run has left, each with its estimated cost."""
-    from metatokens.paper.run import unfinished
-
-    stages = unfinished(preset, out, only=only)
-    for stage in stages:
-        print(f"{stage.cost / 60:6.1f} min  {stage.name}")
-    hours = sum(stage.cost for stage in stages) / 3600
-    say(
-        f"{len(stages)} stages, an estimated {hours:.1f} core-hours (GPU-hours for models in bfloat16)"
-    )
-
-
-def plot(
-    runs: Annotated[list[Path], typer.Argument(metavar="DIR", help="Folders of runs.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="PNG file to draw.")] = Path(
-        "curves.png"
-    ),
-) -> None:
-    """Draw the learning curves of runs, finished or not."""
-    from metatokens.looking.curves import draw_curves, read_curves
-    from metatokens.looking.style import png
-
-    replace_same_kind(out, png(draw_curves(read_curves(runs))), PNG)
-    say(f"picture: {out}")
 
 
 def report(

@@ -1,22 +1,15 @@
 """The commands that make token stores and models."""
 
-import json
-import re
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from metatokens.cli import options
-from metatokens.cli.output import progress_bar, say, write_figures
+from metatokens.cli.output import progress_bar, say
 from metatokens.errors import UserError
-from metatokens.machine import is_first_process
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe
-
-if TYPE_CHECKING:
-    from metatokens.tasks.example import Example
 
 LARGE = 100_000_000  # bytes of weights; larger models are assumed to be pretrained elsewhere
 
@@ -25,12 +18,6 @@ def tokenize(
     corpus: Annotated[str, typer.Option(metavar="CORPUS", help=f"The text: {options.CORPUS}.")],
     tokenizer: Annotated[str, typer.Option(metavar="TOKENIZER", help=f"{options.TOKENIZER}.")],
     out: options.Out,
-    held_out: Annotated[
-        float,
-        typer.Option(
-            metavar="SHARE", min=0, max=0.5, help="Share of the documents to keep out of training."
-        ),
-    ] = 0.05,
     workers: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Processes; by default one per core.")
     ] = None,
@@ -48,7 +35,6 @@ def tokenize(
         out,
         corpus,
         tokenizer,
-        held_out=held_out,
         extra_texts=texts,
         overwrite=overwrite,
         workers=workers,
@@ -73,7 +59,6 @@ def pretrain(
             help="Model to start from, also a plain GPT-2.",
         ),
     ] = None,
-    landmarks: options.Landmarks = None,
     overwrite: options.Overwrite = False,
 ) -> None:
     """Train a language model on token ids.
@@ -82,9 +67,7 @@ def pretrain(
     """
     from metatokens.training.pretrain import pretrain
 
-    settings = load_recipe(
-        PretrainRecipe, recipe, [*_overrides({"data.placement": landmarks}), *(overrides or ())]
-    )
+    settings = load_recipe(PretrainRecipe, recipe, overrides or ())
     with progress_bar("pretrain") as progress:
         trained = pretrain(settings, out, init=init, overwrite=overwrite, progress=progress)
     if not trained:
@@ -132,40 +115,18 @@ def extend(
     say(f"model: {out}")
 
 
-TrainLengths = Annotated[
-    str | None,
-    typer.Option(
-        metavar=options.SEVERAL, help="Prompt lengths, one phase each; by default the recipe's."
-    ),
-]
-EvalData = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Held-out records to evaluate on.")
-]
-Lora = Annotated[
-    str | None,
-    typer.Option(metavar="rank=N", help="Train LoRA adapters of this rank, not the base (PEFT)."),
-]
-KeepAdapter = Annotated[
-    bool,
-    typer.Option("--keep-adapter", help="With --lora, write the adapters alone, as PEFT does."),
-]
-
-
 def finetune(
     model: options.Model,
     out: options.Out,
     task: options.TaskOrData = None,
     data: options.Data = None,
-    train_lengths: TrainLengths = None,
-    eval_data: EvalData = None,
-    landmarks: options.Landmarks = None,
-    text_window: options.TextWindow = None,
+    eval_data: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Held-out records to measure on during training."),
+    ] = None,
     recipe: options.FinetuneRecipe = None,
     overrides: options.Set = None,
-    lora: Lora = None,
-    keep_adapter: KeepAdapter = False,
     overwrite: options.Overwrite = False,
-    as_json: options.AsJson = False,
 ) -> None:
     """Fine-tune a model on a task or on your own records.
 
@@ -179,21 +140,7 @@ def finetune(
     from metatokens.training.probe import held_out_probe
 
     options.check_task_or_data(task, data)
-    if data is not None and train_lengths:
-        say("--train-lengths is ignored: the records of --data are used whatever their length.")
-    of_options = {
-        "task.train_lengths": options.parse_lengths(train_lengths) if train_lengths else None,
-        "task.landmarks": landmarks,
-        "training.keep_adapter": keep_adapter or None,
-        "training.lora_rank": _lora_rank(lora),
-        "training.text_window": text_window,
-    }
-    settings = load_recipe(
-        FinetuneRecipe,
-        recipe or _recipe_for_size(model),
-        [*_overrides(of_options), *(overrides or ())],
-    )
-    records: Sequence[Example] = ()
+    settings = load_recipe(FinetuneRecipe, recipe or _recipe_for_size(model), overrides or ())
     probe = None
     if eval_data is not None:
         tokenizer = load_tokenizer(str(model))
@@ -212,12 +159,10 @@ def finetune(
             progress=progress,
             probe=probe,
         )
-    last_phase = out / ("data" if task is None else str(settings.task.train_lengths[-1]))
     if not trained:
-        _say_finished(out, f"finetune --model {last_phase}")
+        last_phase = "data" if task is None else settings.task.train_lengths[-1]
+        _say_finished(out, f"finetune --model {out / str(last_phase)}")
     say(f"models: {', '.join(str(path.parent) for path in sorted(out.glob('*/manifest.json')))}")
-    if records and is_first_process():
-        _evaluate_held_out(last_phase, records, settings, as_json=as_json)
 
 
 def _recipe_for_size(model: Path) -> str:
@@ -230,35 +175,6 @@ def _recipe_for_size(model: Path) -> str:
         f"recipe: pretrained_finetune, for weights of {LARGE / 1e6:.0f} MB or more; --recipe chooses another"
     )
     return "pretrained_finetune"
-
-
-def _evaluate_held_out(
-    model: Path, records: "Sequence[Example]", settings: FinetuneRecipe, *, as_json: bool
-) -> None:
-    """Print the accuracy of a fine-tuned model on held-out records."""
-    from metatokens.checkpoint import load_model
-    from metatokens.evaluation.accuracy import evaluate
-    from metatokens.records import About
-    from metatokens.training.run_folder import training_of
-
-    device = "cpu" if settings.training.use_cpu else None
-    subject = About(model=str(model), condition=settings.task.landmarks, **training_of(model))
-    write_figures(
-        evaluate(load_model(model, device=device), {None: records}, subject), None, as_json=as_json
-    )
-
-
-def _overrides(of_options: dict[str, Any]) -> list[str]:
-    """The options that are short for `--set`, as it writes them."""
-    return [f"{key}={json.dumps(value)}" for key, value in of_options.items() if value is not None]
-
-
-def _lora_rank(lora: str | None) -> int | None:
-    if lora is None:
-        return None
-    if not re.fullmatch("rank=[1-9][0-9]{0,3}", lora):
-        raise UserError(f"--lora {lora!r} must be rank=N, such as rank=16.")
-    return int(lora.removeprefix("rank="))
 
 
 def _say_finished(out: Path, further: str) -> None:
@@ -286,7 +202,8 @@ def retrofit(
         ),
     ] = None,
     delta: Annotated[
-        bool, typer.Option("--delta", help="Write only the added weights, not the base.")
+        bool,
+        typer.Option("--delta", metavar="", help="Write only the added weights, not the base."),
     ] = False,
 ) -> None:
     """Give a pretrained model meta-tokens and meta-attention.
@@ -300,7 +217,9 @@ def retrofit(
         raise UserError(f"{out} is not an empty folder; give another one.")
     base: Any
     base, tokenizer = load_base_and_tokenizer(model)
-    chosen = [] if layers == "none" else options.parse_layers(layers)
+    chosen = None
+    if layers is not None:
+        chosen = [] if layers == "none" else options.parse_numbers("layers", layers, smallest=0)
     add_meta_attention(base, tokenizer, heads=heads, head_size=head_size, layers=chosen)
     out.mkdir(parents=True, exist_ok=True)
     base.base_is_elsewhere = delta

@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from metatokens.analysis.observation import Observation, observe
+from metatokens.analysis.observation import observe
 from metatokens.data.prompts import encode_prompt
 from metatokens.data.tokenizer import meta_token_id
 from metatokens.decoder import decoder_of, position_embedding_of
@@ -43,8 +42,6 @@ def look(
     *,
     landmarks: str | None = None,
     name: str | None = None,
-    seed: int = 0,
-    layers: Sequence[int] | None = None,
 ) -> Look:
     """Run a model on a prompt, and record what it attends to, what each layer predicts, and what it answers.
 
@@ -61,21 +58,19 @@ def look(
             are left out for a model without a meta-token.
         landmarks: a rule for further meta-tokens (`encode_prompt`).
         name: of the model; by default its class.
-        seed: for drawing where the decoys stand.
-        layers: the blocks whose attention is kept, from 0; None: all.
 
     Raises:
-        UserError: if there is no such block, the prompt has no text or is longer than 4,096 tokens or the model's
-            positions, the tokenizer has no meta-token, or the model's attention cannot be read.
+        UserError: if the prompt has no text or is longer than 4,096 tokens or the model's positions, the tokenizer has
+            no meta-token, or the model's attention cannot be read.
     """
     ids = prompt_ids(model, tokenizer, text, markers, landmarks=landmarks)
     is_meta = ids == meta_token_id(tokenizer)
-    observation = _of_layers(observe(model, ids), layers)
+    observation = observe(model, ids)
     zeroed = None
     if is_meta.any():
         with intervene(model, NoEmbedding()):
-            zeroed = _of_layers(observe(model, ids), layers)
-        answers = _answers(model, tokenizer, ids, is_meta, seed)
+            zeroed = observe(model, ids)
+        answers = _answers(model, tokenizer, ids, is_meta)
     else:
         answers = {WITHOUT: likeliest(model, _next_logits(model, ids))}
     return Look(
@@ -96,14 +91,13 @@ def _answers(
     tokenizer: PreTrainedTokenizerBase,
     ids: Tensor,
     is_meta: Tensor,
-    seed: int,
 ) -> dict[str, Likeliest]:
     """The next tokens after a prompt with meta-tokens, and after its variants."""
     decoys = min(int(is_meta.sum()), _longest_prompt(model) - len(ids))
     prompts = {
         WITH: ids,
         WITHOUT: ids[~is_meta],
-        DECOYS: with_decoys(ids, is_meta, meta_token_id(tokenizer), decoys, seed),
+        DECOYS: with_decoys(ids, is_meta, meta_token_id(tokenizer), decoys),
     }
     answers = {
         title: likeliest(model, _next_logits(model, prompt)) for title, prompt in prompts.items()
@@ -111,24 +105,6 @@ def _answers(
     with suppress(UserError):  # the prompt has no question, or the model's attention takes no mask
         answers[COVERED] = likeliest(model, _next_logits(model, ids, cover(model, tokenizer, ids)))
     return answers
-
-
-def _of_layers(observation: Observation, layers: Sequence[int] | None) -> Observation:
-    """An observation with the attention of only some blocks."""
-    if layers is None:
-        return observation
-    count = len(observation.states) - 1
-    unknown = set(layers) - set(range(count))
-    if unknown:
-        raise UserError(
-            f"there is no block {min(unknown)}; the model has the blocks 0 to {count - 1}."
-        )
-    chosen = {
-        (module, layer): inputs
-        for (module, layer), inputs in observation.attention.items()
-        if layer in layers
-    }
-    return replace(observation, attention=chosen)
 
 
 def prompt_ids(
@@ -166,7 +142,7 @@ def cover(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Tenso
     return LandmarksAlone(model, tokenizer).mask(ids[None], [prompt]).to(model.device)
 
 
-def with_decoys(ids: Tensor, is_meta: Tensor, meta_token_id: int, count: int, seed: int) -> Tensor:
+def with_decoys(ids: Tensor, is_meta: Tensor, meta_token_id: int, count: int) -> Tensor:
     """A prompt with `count` extra meta-tokens, or fewer if it lacks room for them, (length + count,) int64.
 
     They come before text tokens that are not the first token and have no meta-token before them.
@@ -174,7 +150,7 @@ def with_decoys(ids: Tensor, is_meta: Tensor, meta_token_id: int, count: int, se
     candidates = [
         index for index in range(1, len(ids)) if not is_meta[index] and not is_meta[index - 1]
     ]
-    chosen = random.Random(seed).sample(candidates, min(len(candidates), count))
+    chosen = random.Random(0).sample(candidates, min(len(candidates), count))
     with_more = ids.tolist()
     for index in sorted(chosen, reverse=True):
         with_more.insert(index, meta_token_id)

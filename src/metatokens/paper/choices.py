@@ -3,4 +3,3 @@
 from typing import Literal
 
 PresetName = Literal["smoke", "demo", "small", "gpu", "paper"]
-Executor = Literal["processes", "slurm", "local"]

@@ -20,24 +20,12 @@ from typing import Any
 import yaml
 
 from metatokens.errors import UserError
-from metatokens.paper.variants import (
-    Ablation,
-    Analysis,
-    FurtherTest,
-    LandmarksTest,
-    Preset,
-    TrainedModel,
-)
+from metatokens.paper.variants import Inspection, Preset, TrainedModel
 from metatokens.tasks import TASKS
 
 Fields = dict[str, Any]
 
-_INSPECTIONS = {
-    "further_tests": FurtherTest,
-    "ablations": Ablation,
-    "analyses": Analysis,
-    "landmarks_tests": LandmarksTest,
-}
+_METHODS = {"tests": "evaluate", "ablations": "intervene", "analyses": "analyze"}
 
 
 def preset(name: str) -> Preset:
@@ -60,14 +48,20 @@ def _preset(block: Fields) -> Preset:
     fields["models"] = _models_of(block["models"])
     fields["looked_into"] = _names_of(block.get("looked_into", []))
     fields["inspections"] = []
-    for kind, inspections in block.get("inspections", {}).items():
-        for inspection in inspections:
-            names = _names_of(inspection["models"])
-            fields["inspections"].append(_INSPECTIONS[kind](**inspection | {"models": names}))
+    for group, inspections in block.get("inspections", {}).items():
+        fields["inspections"] += [_inspection(_METHODS[group], **each) for each in inspections]
     for name in ("finetune_recipes", "extra_conditions", "probe_steps"):
         if name in block:
             fields[name] = _by_task(block[name])
     return Preset(**fields)
+
+
+def _inspection(method: str, *, models: list[Fields], **fields: Any) -> Inspection:
+    """An inspection; what is none of its fields is an option of its method."""
+    shared = {name: fields.pop(name) for name in ("tables", "tasks") if name in fields}
+    kind = fields["kind"] if method == "analyze" else fields.pop("kind")
+    names = tuple(_names_of(models))
+    return Inspection(method=method, kind=kind, models=names, options=fields, **shared)
 
 
 def _models_of(grids: list[Fields]) -> list[TrainedModel]:
@@ -84,19 +78,16 @@ def _models(
     seeds: Sequence[int] = (0,),
     variants: dict[str, Fields] | None = None,
     shares_pretraining: bool = False,
-    priority: int = 1,
-    pause_waits: int = 0,
     **fields: Any,
 ) -> Iterator[TrainedModel]:
     """The models that a grid stands for."""
     changes_by_variant = variants or {fields.pop("variant", ""): {}}
-    for (order, seed), model, variant in product(enumerate(seeds), models, changes_by_variant):
+    for seed, model, variant in product(seeds, models, changes_by_variant):
         plain = TrainedModel(model=model, seed=seed)
         yield replace(
             plain,
             variant=variant,
             pretrained_as=plain.name if shares_pretraining else None,
-            priority=priority + order + (pause_waits if model == "pause" else 0),
             **fields | changes_by_variant[variant],
         )
 
@@ -111,4 +102,3 @@ def _by_task(value: Any) -> Fields:
 
 
 PRESETS = _read()
-DEMO, SMALL, GPU, PAPER = (PRESETS[name] for name in ("demo", "small", "gpu", "paper"))

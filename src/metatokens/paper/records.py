@@ -6,19 +6,18 @@ Importing this module loads neither torch nor transformers.
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from metatokens.records import Measured, Record
 
 LOOKS = "looks"  # a run's folder of pages of attention, one for each task
-PACKED = ".gz"  # the suffix of a compressed file
 Benchmark = Literal["train", "answers", "prefill", "decode", "length", "compile"]
 
 
 def lines_file(folder: Path, name: str) -> Path:
     """The file of lines in a run's folder: `NAME.jsonl` if it exists, otherwise `NAME.jsonl.gz`."""
     plain = folder / f"{name}.jsonl"
-    return plain if plain.exists() else plain.with_name(plain.name + PACKED)
+    return plain if plain.exists() else folder / f"{name}.jsonl.gz"
 
 
 class CurvePoint(Record):
@@ -46,17 +45,12 @@ class CurvePoint(Record):
 
 
 class StageRecord(Record):
-    """A stage of a run, and the time that it took."""
+    """A stage of a run, and the time that it took. The runs of earlier versions also say what it was about."""
+
+    model_config = ConfigDict(extra="ignore")
 
     name: str
     kind: str | None = None  # such as pretrain, finetune, evaluate, raw-noise, rate-distortion
-    model: str | None = None  # this and what follows as in `metatokens.records.About`
-    position_embedding: str | None = None
-    seed: int | None = None
-    recipe: str | None = None
-    task: str | None = None
-    condition: str | None = None
-    train_length: int | None = None  # null for stages that go through several
     seconds: float  # by the clock
     cpu_seconds: float | None = None
 

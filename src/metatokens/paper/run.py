@@ -1,23 +1,21 @@
 """Carry out a plan: skip what is done, resume what was cut off."""
 
 import platform
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from graphlib import TopologicalSorter
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from metatokens.files import write_whole
 from metatokens.machine import available_cores
-from metatokens.paper.choices import Executor
 from metatokens.paper.display import Display
 from metatokens.paper.plan import Stage, select, stages
-from metatokens.paper.pools import Pool, open_pool
+from metatokens.paper.pools import ProcessPool
 from metatokens.paper.presets import preset
 from metatokens.paper.records import ModelInfo, RunInfo, StageRecord
 from metatokens.paper.run_log import RunLog
-from metatokens.paper.runner import WEIGHTS, Runner
+from metatokens.paper.runner import Runner
 from metatokens.paper.variants import Preset
 from metatokens.records import library_versions, now
 from metatokens.training.run_folder import open_run
@@ -30,15 +28,11 @@ def reproduce(
     corpus: str | None = None,
     book: str | None = None,
     only: str | None = None,
-    executor: Executor = "processes",
     workers: int | None = None,
-    job: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     task_done: Callable[[], None] = lambda: None,
 ) -> None:
     """Carry out the stages of a preset; write `results.jsonl`, `analysis.jsonl`, `curves.jsonl` and `run.json`.
-
-    The files of lines are plain until the plan is done, and then compressed (`results.jsonl.gz`).
 
     Args:
         name: of the preset.
@@ -46,13 +40,12 @@ def reproduce(
         corpus: a corpus spec in place of the preset's.
         book: a corpus spec in place of the preset's second text for perplexity.
         only: carry out only the stages whose results this table or task shows, and those that they need.
-        executor, workers, job: see `open_pool`.
+        workers: stages at a time; by default one per GPU, or per core if there is none.
         overwrite: replace another run in `out`.
         task_done: called whenever the last accuracy on a task was measured and another task is left.
 
     Raises:
-        UserError: if the preset, the table or the task is unknown, `out` holds another run, the workers refuse their
-            options, or a stage fails.
+        UserError: if the preset, the table or the task is unknown, `out` holds another run, or a stage fails.
     """
     sizes = preset(name)
     sizes = replace(sizes, corpus=corpus or sizes.corpus, book=book or sizes.book)
@@ -63,11 +56,9 @@ def reproduce(
         "book": sizes.book,
         "tokenizer": sizes.tokenizer,
     }
-    pool = open_pool(Runner(out.resolve(), name, sizes), executor, workers, job or {})
-    # A pool refuses its options before a run is replaced.
     with (
-        pool,
         open_run(out, settings, overwrite=overwrite),
+        ProcessPool(Runner(out.resolve(), name, sizes), workers) as pool,
     ):
         log = RunLog(out)
         log.check(plan)
@@ -77,18 +68,11 @@ def reproduce(
         if left or not provenance.exists():
             # So that the next try writes it if this one does not.
             provenance.unlink(missing_ok=True)
-            created, began = now(), time.monotonic()
-            is_first = not log.entries
+            created = now()
             try:
                 _carry_out(log, plan, left, pool, task_done)
             finally:
-                # The wall time is unknown if the run was cut off before.
-                is_whole = is_first and len(left) == len(log.entries)
-                seconds = round(time.monotonic() - began, 1) if is_whole else None
-                _write_provenance(
-                    log, name, sizes, workers=pool.size, created=created, wall_seconds=seconds
-                )
-        log.pack()
+                _write_provenance(log, name, sizes, created=created, workers=pool.size)
 
 
 def unfinished(name: str, out: Path, *, only: str | None = None) -> list[Stage]:
@@ -116,24 +100,26 @@ def _stages_left(log: RunLog, plan: list[Stage]) -> list[Stage]:
 
 
 def _carry_out(
-    log: RunLog, plan: list[Stage], left: list[Stage], pool: Pool, task_done: Callable[[], None]
+    log: RunLog,
+    plan: list[Stage],
+    left: list[Stage],
+    pool: ProcessPool,
+    task_done: Callable[[], None],
 ) -> None:
-    """Carry out the stages that are left, each once those that it needs are done."""
+    """Carry out the stages that are left in the plan's order, each once those that it needs are done."""
     by_name = {stage.name: stage for stage in left}
-    order = _order(by_name)
-    untested = {stage.name: stage.subject["task"] for stage in left if stage.method == "evaluate"}
-    ready: list[Stage] = []
+    waiting = dict(by_name)
+    unfinished = set(by_name)  # waiting or running
     running: set[str] = set()
-    with Display({stage.name: stage.cost for stage in plan}) as display:
+    untested = {stage.name: stage.subject["task"] for stage in left if stage.method == "evaluate"}
+    with Display({stage.name: stage.steps for stage in plan}) as display:
         for stage in plan:
             if stage.name not in by_name:
                 display.skip(stage.name)
-        while order.is_active():
-            ready += [by_name[name] for name in order.get_ready()]
-            ready.sort(key=lambda stage: (-stage.priority, stage.cost))
-            # The longest first, so that they do not run alone at the end.
-            while ready and len(running) < pool.size:
-                stage = ready.pop()
+        while unfinished:
+            ready = (stage for stage in waiting.values() if unfinished.isdisjoint(stage.after))
+            for stage in list(islice(ready, pool.size - len(running))):
+                del waiting[stage.name]
                 pool.submit(stage)
                 running.add(stage.name)
             finished = []
@@ -144,20 +130,11 @@ def _carry_out(
                 display.update(name, fraction)
             for name in finished:
                 running.remove(name)
+                unfinished.remove(name)
                 display.finish(name)
-                order.done(name)
             display.refresh(running)
             if _tests_end(untested, finished):
                 task_done()
-
-
-def _order(by_name: Mapping[str, Stage]) -> "TopologicalSorter[str]":
-    """The order of these stages, by what each needs of the others."""
-    order: TopologicalSorter[str] = TopologicalSorter()
-    for stage in by_name.values():
-        order.add(stage.name, *(name for name in stage.after if name in by_name))
-    order.prepare()
-    return order
 
 
 def _tests_end(untested: dict[str, str], finished: list[str]) -> bool:
@@ -176,17 +153,22 @@ def _write_provenance(log: RunLog, name: str, sizes: Preset, **run: Any) -> None
     for stage in plan.values():
         if stage.name in entries and "recipe" in stage.options:
             recipes[stage.name] = stage.options["recipe"].model_dump(mode="json")
+    models = {}
+    for model in sizes.models:
+        entry = entries.get(f"{model.made_by}-{model.name}")
+        if entry is not None:
+            models[model.name] = ModelInfo(**entry.facts, description=model.description)
     finished = []
     for entry in entries.values():
-        subject = plan[entry.name].fields(name) if entry.name in plan else {}
         times = entry.model_dump(include={"name", "seconds", "cpu_seconds"})
-        finished.append(StageRecord(**times, **subject))
+        kind = plan[entry.name].kind if entry.name in plan else None
+        finished.append(StageRecord(**times, kind=kind))
     info = RunInfo(
         command=_command(log.out, name, sizes),
         preset=name,
         recipes=recipes,
         corpus=entries["tokenize"].facts["corpus"],
-        models=dict(_model_infos(log, sizes)),
+        models=models,
         python=platform.python_version(),
         platform=platform.platform(),
         cores=available_cores(),
@@ -205,18 +187,3 @@ def _command(out: Path, name: str, sizes: Preset) -> str:
         if text != getattr(preset(name), option):
             command += f" --{option} '{text}'"
     return command
-
-
-def _model_infos(log: RunLog, sizes: Preset) -> Iterator[tuple[str, ModelInfo]]:
-    for model in sizes.models:
-        stage = f"{model.made_by}-{model.name}"
-        if stage in log.entries:
-            facts = log.entries[stage].facts
-            yield (
-                model.name,
-                ModelInfo(
-                    parameters=facts.get("parameters"),
-                    weights_sha256=facts.get(WEIGHTS),
-                    description=model.description,
-                ),
-            )

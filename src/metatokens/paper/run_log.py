@@ -2,11 +2,9 @@
 
 `stages.jsonl` records for each finished stage how many lines it added to `results.jsonl`, `analysis.jsonl` and
 `curves.jsonl`. One process writes all files, the stage's own line last. So lines that the log does not count belong to
-a stage that was cut off, and are dropped when the run resumes. A finished run's files are compressed. At whatever
-moment the process is killed, each file exists whole: plain, compressed, or both with the same lines.
+a stage that was cut off, and are dropped when the run resumes.
 """
 
-import gzip
 import json
 import os
 import sys
@@ -19,10 +17,9 @@ from pydantic import BaseModel, ValidationError
 
 from metatokens.differences import differences
 from metatokens.errors import UserError
-from metatokens.files import append_lines, write_whole
+from metatokens.files import append_lines
 from metatokens.paper.plan import Stage
 from metatokens.paper.pools import TimedOutcome
-from metatokens.paper.records import PACKED
 from metatokens.paper.runner import WEIGHTS
 from metatokens.records import library_versions, now, read_text
 
@@ -59,18 +56,8 @@ class RunLog:
                 raise UserError(f"{out / LOG}, line {number} repeats the stage {entry.name!r}.")
             self.entries[entry.name] = entry
 
-    def pack(self) -> None:
-        """Compress the files of lines; the same lines give the same bytes."""
-        for file in FILES.values():
-            plain = self.out / file
-            if plain.exists():
-                write_whole(_packed(plain), gzip.compress(plain.read_bytes(), mtime=0))
-                plain.unlink()
-
     def resume(self) -> None:
-        """Unpack the files for appending, and drop the lines of a stage that was cut off."""
-        for file in FILES.values():
-            _unpack(self.out / file)
+        """Drop the lines of a stage that was cut off."""
         _cut(self.out / LOG, len(self.entries))
         for kind, file in FILES.items():
             counted = sum(entry.lines.get(kind, 0) for entry in self.entries.values())
@@ -132,19 +119,6 @@ class RunLog:
 def _whole_lines(path: Path) -> list[str]:
     """The lines of a file that end in a line feed."""
     return read_text(path).split("\n")[:-1] if path.exists() else []
-
-
-def _packed(plain: Path) -> Path:
-    return plain.with_name(plain.name + PACKED)
-
-
-def _unpack(plain: Path) -> None:
-    packed = _packed(plain)
-    if packed.exists():
-        # Both exist, with the same lines, if a process was killed before it removed one.
-        if not plain.exists():
-            write_whole(plain, read_text(packed).encode())
-        packed.unlink()
 
 
 def _cut(path: Path, count: int) -> None:

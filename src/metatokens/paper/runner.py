@@ -1,14 +1,16 @@
 """The work of a plan's stages, done in a worker process.
 
 Each public method of `Runner` whose first argument is `progress` does one kind of stage. It gets the subject and the
-options of the stage (plan.py), uses the library as the commands do, and returns an `Outcome`. Weights and examples go
-into the run's folder; the process that runs the plan writes the records of the outcome into the run's files
-(run_log.py). A stage that was cut off starts again and resumes from the files that it left.
+options of the stage (plan.py), uses the library as the commands do, and returns an `Outcome`. Weights go into the run's
+folder; the process that runs the plan writes the records of the outcome into the run's files (run_log.py). A stage that
+was cut off starts again and resumes from the files that it left. Examples are drawn where they are read, since any
+process draws the same ones.
 """
 
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,7 @@ from pydantic import BaseModel
 from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from metatokens.analysis.rate_distortion import rate_distortion
-from metatokens.analysis.residual import residual
-from metatokens.analysis.sharpness import sharpness
+from metatokens.analysis.analyses import ANALYSES
 from metatokens.checkpoint import fetch_model, load_base, load_model, save_model, weights_sha256
 from metatokens.data.tokenizer import load_tokenizer, meta_token_id
 from metatokens.data.writing import write_token_store
@@ -31,13 +31,14 @@ from metatokens.files import write_whole
 from metatokens.looking.look import look
 from metatokens.looking.page import to_html
 from metatokens.model.interventions import Intervention, intervene
-from metatokens.paper.plan import Stage, examples_name
+from metatokens.paper.plan import Stage
 from metatokens.paper.records import LOOKS, CurvePoint
 from metatokens.paper.variants import (
     Counts,
     CountsByCondition,
     Preset,
     TrainedModel,
+    counts_of,
     finetune_recipe,
     lengths_tested,
     pretrain_recipe,
@@ -49,8 +50,7 @@ from metatokens.records import About, ExampleRecord, Measurement, Result, read_l
 from metatokens.retrofit.injection import add_meta_attention
 from metatokens.tasks import TASKS
 from metatokens.tasks.curriculum import documents_for, task_texts
-from metatokens.tasks.example import Encoded
-from metatokens.tasks.example_store import ExampleStore
+from metatokens.tasks.example import Encoded, Example
 from metatokens.tasks.landmarks_alone import LandmarksAlone
 from metatokens.training.examples import train_examples, train_source
 from metatokens.training.extend import extend
@@ -63,7 +63,7 @@ WEIGHTS = "weights_sha256"  # the fact that holds the checksums of a training st
 MOST_TEXT = 10_000_000  # tokens for perplexity; the held-out part of C4 has 7.8 billion
 PROBED = 200  # test prompts of a learning curve
 
-Tests = Mapping[int, Sequence[Encoded]]
+Tests = Mapping[int, Sequence[Example]]
 """Test examples by length."""
 
 
@@ -79,8 +79,8 @@ class Outcome(BaseModel):
 class Runner:
     """Carries out a preset's stages in the run's folder.
 
-    The folder holds `tokens/` (the token store), `examples/TASK/` (encoded examples), `models/NAME/pretrained` or
-    `models/NAME/extended`, `models/NAME/TASK/LENGTH` and `looks/TASK.html` (pages of attention).
+    The folder holds `tokens/` (the token store), `models/NAME/pretrained` or `models/NAME/extended`,
+    `models/NAME/TASK/LENGTH` and `looks/TASK.html` (pages of attention).
     """
 
     def __init__(self, out: Path, name: str, preset: Preset):
@@ -115,24 +115,12 @@ class Runner:
     def draw_tests(
         self, progress: Progress, *, task: str, condition: str, counts: Counts
     ) -> Outcome:
-        """Write a task's encoded test examples in a condition, and measure what shortcuts score on them."""
-        tests = {length: self._draw(task, condition, length, n) for length, n in counts.items()}
-        for length, examples in tests.items():
-            ExampleStore.write(self._test_file(task, condition, length), examples)
-        (self.out / "examples" / task / f"tests-{condition}").touch()
+        """Draw a task's test examples in a condition, and measure what shortcuts score on them."""
+        tests = self._tests(task, condition, counts)
         rates = shortcut_rates(
             task, condition, tests, self._tokenizer(), self._documents(task), recipe=self.name
         )
         return Outcome(results=rates)
-
-    def draw_examples(self, progress: Progress, *, task: str, recipe: FinetuneRecipe) -> Outcome:
-        """Write a recipe's encoded training examples, which other recipes may share."""
-        source = train_source(recipe, task, self._tokenizer(), self._documents(task))
-        folder = self._examples(task, recipe)
-        for phase in recipe.phases():
-            train_examples(recipe, source, phase, folder)
-        (folder / "complete").touch()
-        return Outcome()
 
     def pretrain(
         self, progress: Progress, *, model: TrainedModel, recipe: PretrainRecipe
@@ -217,9 +205,9 @@ class Runner:
             folder,
             task=task,
             documents=self._documents(task),
-            examples=self._examples(task, recipe),
+            draw=partial(self._train_examples, task, recipe),
             progress=progress,
-            probe=self._probing(task, recipe, probe_steps) if probe_steps else None,
+            probe=self._probing(model, task, recipe, probe_steps) if probe_steps else None,
         )
         tuned = [phase.name for phase in recipe.phases() if phase.curriculum is None]
         return Outcome(
@@ -289,25 +277,14 @@ class Runner:
     ) -> Outcome:
         """Run one of the analyses on a fine-tuned model."""
         tuned, subject = self._tuned(model, task, train_length)
-        subject = subject.model_copy(update={"length": length})
         examples = self._draw(task, "paper", length, n)
-        if kind == "sharpness":
-            return Outcome(measurements=sharpness(tuned, examples, subject))
         measurements: list[Measurement] = []
-        if kind == "residual":
-            measurements += residual(tuned, examples, subject)
-        else:
-            for name in interventions:
-                change = None if name is None else Intervention.parse(name)
-                measurements += rate_distortion(
-                    tuned, examples, subject, fits=3, intervention=change, held_out=n // 5
-                )
-        # Only the changes that sharpness measures keep their quantiles; no table or figure reads them.
-        return Outcome(
-            measurements=[
-                measurement.model_copy(update={"quantiles": None}) for measurement in measurements
-            ]
-        )
+        for name in interventions:
+            change = None if name is None else Intervention.parse(name)
+            update = {"length": length, "intervention": name}
+            with intervene(tuned, change):
+                measurements += ANALYSES[kind](tuned, examples, subject.model_copy(update=update))
+        return Outcome(measurements=measurements)
 
     def look(self, progress: Progress, *, task: str, trained: Mapping[str, int]) -> Outcome:
         """Write a page of the models' attention in the example that `describe_tasks` wrote."""
@@ -327,9 +304,13 @@ class Runner:
 
     # --- What they share
 
+    @property
+    def _tokenizer_folder(self) -> str:
+        return str(self.out / "tokens" / "tokenizer")
+
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         """The token store's tokenizer."""
-        return load_tokenizer(str(self.out / "tokens" / "tokenizer"))
+        return load_tokenizer(self._tokenizer_folder)
 
     def _documents(self, task: str) -> Sequence[str]:
         """The texts from which a task takes its excerpts."""
@@ -339,26 +320,17 @@ class Runner:
         """The recipe with this run's tokens."""
         return with_data(recipe, tokens=self.out / "tokens")
 
-    def _draw(self, task: str, condition: str, length: int, n: int) -> Any:
-        """Test examples of one length."""
-        documents = self._documents(task)
-        return draw_test_examples(
-            task, length, n, self._tokenizer(), condition=condition, documents=documents
-        )
+    def _draw(self, task: str, condition: str, length: int, n: int) -> Sequence[Example]:
+        """The first test examples of one length."""
+        folder, corpus = self._tokenizer_folder, self.preset.corpus
+        return _test_examples(folder, corpus, task, condition, length, n)
 
-    def _test_file(self, task: str, condition: str, length: int) -> Path:
-        return self.out / "examples" / task / f"test-{condition}-{length}.arrow"
-
-    def _tests(self, task: str, condition: str, counts: Counts) -> dict[int, Sequence[Any]]:
+    def _tests(self, task: str, condition: str, counts: Counts) -> dict[int, Sequence[Example]]:
         """The first test examples of each length."""
-        tests: dict[int, Sequence[Any]] = {}
-        for length, n in counts.items():
-            tests[length] = ExampleStore(self._test_file(task, condition, length))[:n]
-        return tests
+        return {length: self._draw(task, condition, length, n) for length, n in counts.items()}
 
-    def _examples(self, task: str, recipe: FinetuneRecipe) -> Path:
-        """The folder of a recipe's encoded training examples."""
-        return self.out / "examples" / task / examples_name(recipe)
+    def _train_examples(self, task: str, recipe: FinetuneRecipe, phase: Phase) -> Sequence[Encoded]:
+        return _train_examples_of(self._tokenizer_folder, self.preset.corpus, task, recipe, phase)
 
     def _pretrained(self, model: TrainedModel) -> Outcome:
         folder = self.out / model.weights
@@ -394,11 +366,12 @@ class Runner:
         return result.model_copy(update={"answer": text})
 
     def _probing(
-        self, task: str, recipe: FinetuneRecipe, steps: int
+        self, model: TrainedModel, task: str, recipe: FinetuneRecipe, steps: int
     ) -> Callable[[Any, Phase], Probe | None]:
         """The accuracy on some test prompts, measured while a model is trained up to its first train length."""
-        first = recipe.task.train_lengths[0]
-        tests = ExampleStore(self._test_file(task, recipe.task.condition, first))[:PROBED]
+        first, condition = recipe.task.train_lengths[0], recipe.task.condition
+        n = counts_of(self.preset, model, task)[condition][first]
+        tests = self._tests(task, condition, {first: n})[first][:PROBED]
 
         def probe(model: PreTrainedModel, phase: Phase) -> Probe | None:
             if phase.train_length != first:
@@ -419,22 +392,38 @@ class Runner:
         for phase in recipe.phases():
             if phase.train_length != recipe.task.train_lengths[0]:
                 steps, seen = 0, 0.0
-            tokens = phase.settings.batch * self._text_tokens(
-                self._examples(task, recipe) / phase.file
-            )
+            examples = self._train_examples(task, recipe, phase)
+            tokens = phase.settings.batch * self._text_tokens(examples)
             subject = model.subject(self.name, task=task, train_length=phase.train_length)
             yield from _curve(folder / phase.name, subject, tokens, steps, seen)
             steps_of_phase = _logged(folder / phase.name)[-1]["step"]
             steps += steps_of_phase
             seen += steps_of_phase * tokens
 
-    def _text_tokens(self, file: Path) -> float:
+    def _text_tokens(self, examples: Sequence[Encoded]) -> float:
         """The mean number of text tokens of an example."""
         marker = meta_token_id(self._tokenizer())
-        numbers = [
-            int((np.asarray(example.input_ids) != marker).sum()) for example in ExampleStore(file)
-        ]
+        numbers = [int((np.asarray(example.input_ids) != marker).sum()) for example in examples]
         return sum(numbers) / len(numbers)
+
+
+# A worker carries out the stages of several models, which read the same examples.
+
+
+@lru_cache(maxsize=16)
+def _test_examples(
+    tokenizer_folder: str, corpus: str, task: str, condition: str, length: int, n: int
+) -> list[Example]:
+    tokenizer, documents = load_tokenizer(tokenizer_folder), documents_for(task, corpus)
+    return draw_test_examples(task, length, n, tokenizer, condition=condition, documents=documents)
+
+
+@lru_cache(maxsize=4)
+def _train_examples_of(
+    tokenizer_folder: str, corpus: str, task: str, recipe: FinetuneRecipe, phase: Phase
+) -> list[Encoded]:
+    tokenizer, documents = load_tokenizer(tokenizer_folder), documents_for(task, corpus)
+    return train_examples(recipe, train_source(recipe, task, tokenizer, documents), phase)
 
 
 def _curve(

@@ -1,8 +1,8 @@
 """The parts of an experiment: models that differ in one respect, their recipes, and the tests that they get."""
 
 import math
-from dataclasses import field, fields
-from typing import Any, ClassVar
+from dataclasses import field
+from typing import Any
 
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
@@ -72,8 +72,6 @@ class TrainedModel:
     tested: tuple[int, ...] | None = None  # train lengths whose models are tested; default: all
     longer_tests: Counts = field(default_factory=dict, hash=False)  # in addition to the preset's
     tests: CountsByCondition | None = field(default=None, hash=False)  # in place of the preset's
-    # Lower priorities run first; within one, list recall runs before the other tasks.
-    priority: int = 1
 
     @property
     def name(self) -> str:
@@ -125,68 +123,14 @@ class TrainedModel:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Inspection:
-    """A measurement of fine-tuned models in addition to their accuracy."""
+    """A measurement of fine-tuned models in addition to their accuracy: a method of `Runner`, and its options."""
 
-    method: ClassVar[str]  # of `Runner`
-    kind: str
+    method: str  # evaluate, intervene or analyze
+    kind: str  # the beginning of its stages' names
     tables: tuple[str, ...]  # tables and figures of the paper
     models: tuple[str, ...]
     tasks: tuple[str, ...] = ("list_recall",)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options of its stages."""
-        shared = {field.name for field in fields(Inspection)}
-        return {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name not in shared
-        }
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class FurtherTest(Inspection):
-    """Accuracy in further conditions, for the models of some train lengths."""
-
-    method = "evaluate"
-    counts: CountsByCondition
-    train_lengths: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class LandmarksTest(FurtherTest):
-    """Accuracy if the question sees the meta-tokens of its document alone."""
-
-    kind: str = "landmarks-alone"
-    tables: tuple[str, ...] = ("landmarks",)
-    train_lengths: tuple[int, ...] = (128,)
-    question_sees: str = "landmarks"
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class Ablation(Inspection):
-    """Accuracy when the model's input is changed at inference."""
-
-    method = "intervene"
-    kind: str = "ablation"
-    interventions: tuple[str, ...]
-    counts: Counts
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class Analysis(Inspection):
-    """One of the analyses of `metatokens analyze`."""
-
-    method = "analyze"
-    train_length: int
-    length: int  # of the prompts
-    n: int
-    interventions: tuple[str | None, ...] = (None,)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options of its stages."""
-        return {"kind": self.kind, **super().options}
+    options: dict[str, Any] = field(hash=False)
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -215,7 +159,7 @@ class Preset:
     extra_condition_limit: int = 1024  # the longest bin tested in an extra condition
     # Steps between two points of a learning curve.
     probe_steps: dict[str, int] = field(default_factory=dict)
-    inspections: tuple[FurtherTest | Ablation | Analysis, ...] = ()
+    inspections: tuple[Inspection, ...] = ()
     looked_into: tuple[
         str, ...
     ] = ()  # models that a page shows side by side on an example of each task
@@ -305,8 +249,8 @@ def drawn_counts(sizes: Preset, task: str) -> CountsByCondition:
     """The number of test prompts to draw for a task, by condition and length."""
     tests = [counts_of(sizes, model, task) for model in sizes.models if task in model.tasks]
     for inspection in sizes.inspections:
-        if isinstance(inspection, FurtherTest) and task in inspection.tasks:
-            tests.append(inspection.counts)
+        if inspection.method == "evaluate" and task in inspection.tasks:
+            tests.append(inspection.options["counts"])
     drawn: CountsByCondition = {}
     for counts_by_condition in tests:
         for condition, counts in counts_by_condition.items():

@@ -69,11 +69,9 @@ class Content:
         """The prompt's text segments, with a meta-token at each join; the last meta-token ends the prompt."""
         pieces = self.pieces
         question = self.landmark_question
-        if condition == "none":
-            gaps: tuple[int, ...] = ()
-        elif condition in LINES:
+        if condition in LINES:
             every = LINES[condition]
-            gaps = (*self.landmarks[every - 1 : -1 : every], self.landmarks[-1])
+            gaps: tuple[int, ...] = (*self.landmarks[every - 1 : -1 : every], self.landmarks[-1])
         elif condition == "decoy":
             gaps = self.decoyed
             pieces = [*pieces, *(self.decoy_repeated or self.repeated)]

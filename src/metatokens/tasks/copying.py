@@ -4,7 +4,7 @@
               Q: Copy the bracketed text. _PAUSE_
     answer    was hardly a clue
 
-In conditions `landmark` and `none` the question is "Copy the 4 words after There", where a run of punctuation counts as
+In condition `landmark` the question is "Copy the 4 words after There", where a run of punctuation counts as
 a word. The answer is exactly the bracketed text; the paper adds a full stop.
 """
 

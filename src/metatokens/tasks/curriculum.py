@@ -174,8 +174,8 @@ class TaskData:
             if above < example.n_tokens <= up_to:
                 return example
         raise UserError(
-            f"no {self._task} prompt of {sizes}, with {above + 1:,} to {up_to:,} tokens, was found in {ATTEMPTS:,} "
-            "attempts; try another length or tokenizer, or longer documents."
+            f"no {self._task} prompt with {above + 1:,} to {up_to:,} tokens was found in {ATTEMPTS:,} attempts; try "
+            "another length or tokenizer, or longer documents."
         )
 
 

@@ -47,7 +47,7 @@ def draw_drill(data: TaskData, index: int, train_length: int, sizes: Sizes) -> E
         ]
         ids = np.array([*prompt, *bracketed, encoder.eos_token_id], dtype=np.int32)
         return Encoded(input_ids=ids, answer_start=len(prompt))
-    raise UserError(f"no drill of {sizes} has at most {train_length} tokens; try another length.")
+    raise UserError(f"no drill has at most {train_length} tokens; try another length.")
 
 
 def _draw_text(generator: Generator, entries: np.ndarray, length: int) -> np.ndarray:

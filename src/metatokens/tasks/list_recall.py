@@ -34,8 +34,8 @@ def draw(generator: Generator, m: int, n: int, asked: int, split: Split) -> Cont
     """Draw m lists of n items (the target list has `asked`), and repeat the target list with a meta-token in it.
 
     In condition `decoy` another list is repeated too, before or after the target list. Some lists of other categories
-    and both repeated lists then get a further meta-token each, at a random place. In the conditions `landmark`, `none`
-    and `facts_K` nothing is repeated.
+    and both repeated lists then get a further meta-token each, at a random place. In the conditions `landmark` and
+    `facts_K` nothing is repeated.
 
     Returns:
         None if the content is in another split.

@@ -17,10 +17,6 @@ class Sizes:
     """The range of how much the question is about: items of the target list, at most so many bits before the
     marker (parity), or words between the markers (copying); default: n."""
 
-    def __str__(self) -> str:
-        lengths = " or ".join(map(_range_text, self.lengths))
-        return f"{_range_text(self.lists)} lists of {lengths} items"
-
     def draw(self, generator: Generator) -> tuple[int, int, int]:
         """Draw m, n, and how much of n the question is about."""
         n_range = self.lengths[generator.integers(len(self.lengths))]
@@ -32,10 +28,6 @@ class Sizes:
 
 def _draw_from(generator: Generator, ends: tuple[int, int]) -> int:
     return int(generator.integers(*ends, endpoint=True))
-
-
-def _range_text(ends: tuple[int, int]) -> str:
-    return " to ".join(map(str, dict.fromkeys(ends)))
 
 
 PHASES = {

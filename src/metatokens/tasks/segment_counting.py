@@ -10,8 +10,6 @@ The paper's example (appendix "Example Prompts") brackets a whole list; here the
 """
 
 import re
-from collections.abc import Callable
-from typing import NamedTuple
 
 from numpy.random import Generator
 
@@ -100,21 +98,8 @@ def _draw_segment(generator: Generator, n: int) -> range:
 # --- shortcuts
 
 
-class _Counts(NamedTuple):
-    """How often the item that a prompt asks about is in the parts of its list."""
-
-    before_segment: int
-    in_segment: int
-    after_segment: int
-    segment_length: int  # items
-
-    @property
-    def in_list(self) -> int:
-        """How often it is in the whole list."""
-        return self.before_segment + self.in_segment + self.after_segment
-
-
-def _counts(prompt: ParsedPrompt) -> _Counts:
+def _counts(prompt: ParsedPrompt) -> list[int]:
+    """How often the item asked for is before, in and after the segment of its list, and the segment's length."""
     [(item, category)] = re.findall(r"How many times does (\w+) appear .* (\w+)\?", prompt.question)
     numbers = re.search(r"in items (\d+) to (\d+) of", prompt.question)
     if numbers:
@@ -124,36 +109,39 @@ def _counts(prompt: ParsedPrompt) -> _Counts:
     else:
         line = next(line for line in prompt.text.split("\n") if line.startswith(f"{category}:"))
         parts = [part.split() for part in line.split(MARK)]
-    before, segment, after = parts
-    return _Counts(before.count(item), segment.count(item), after.count(item), len(segment))
+    return [*(part.count(item) for part in parts), len(parts[1])]
 
 
-def _by_counts(compute: Callable[[_Counts], int]) -> Rule:
-    return lambda prompt: compute(_counts(prompt))
+def _segment_has_it(prompt: ParsedPrompt) -> int:
+    return min(_counts(prompt)[1], 1)
+
+
+def _up_to_its_end(prompt: ParsedPrompt) -> int:
+    return sum(_counts(prompt)[:2])
+
+
+def _from_its_start_on(prompt: ParsedPrompt) -> int:
+    return sum(_counts(prompt)[1:3])
+
+
+def _in_list(prompt: ParsedPrompt) -> int:
+    return sum(_counts(prompt)[:3])
 
 
 def rules(condition: str) -> dict[str, Rule]:
     """Answers that count in another part of the list."""
     return {
-        "1 if the item is in the segment, else 0": _by_counts(
-            lambda counts: min(counts.in_segment, 1)
-        ),
-        "the count in the list up to the segment's end": _by_counts(
-            lambda counts: counts.before_segment + counts.in_segment
-        ),
-        "the count in the list from the segment's start on": _by_counts(
-            lambda counts: counts.in_segment + counts.after_segment
-        ),
-        "the count in the whole list": _by_counts(lambda counts: counts.in_list),
-        "the count in the whole list, less one": _by_counts(lambda counts: counts.in_list - 1),
+        "1 if the item is in the segment, else 0": _segment_has_it,
+        "the count in the list up to the segment's end": _up_to_its_end,
+        "the count in the list from the segment's start on": _from_its_start_on,
+        "the count in the whole list": _in_list,
+        "the count in the whole list, less one": lambda prompt: _in_list(prompt) - 1,
     }
 
 
-def _count_in_list_and_segment_length(prompt: ParsedPrompt) -> tuple[int, int]:
-    counts = _counts(prompt)
-    return counts.in_list, counts.segment_length
-
-
 TABLES: dict[str, Table] = {
-    "a table of the whole list's count and the segment's length": _count_in_list_and_segment_length
+    "a table of the whole list's count and the segment's length": lambda prompt: (
+        _in_list(prompt),
+        _counts(prompt)[3],
+    )
 }

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +16,6 @@ from metatokens.recipe import FinetuneRecipe, Phase
 from metatokens.tasks.curriculum import TaskData
 from metatokens.tasks.drills import draw_drill
 from metatokens.tasks.example import Encoded
-from metatokens.tasks.example_store import ExampleStore
 from metatokens.tasks.landmarks_alone import LandmarksAlone
 from metatokens.tasks.phases import Sizes
 
@@ -136,15 +134,11 @@ def train_source(
     )
 
 
-def train_examples(
-    recipe: FinetuneRecipe, source: TaskData, phase: Phase, folder: Path
-) -> ExampleStore:
-    """The examples of a phase: those that an earlier run of the recipe left in `folder`, or new ones."""
-    path = folder / phase.file
-    if path.exists():
-        return ExampleStore(path)
+def train_examples(recipe: FinetuneRecipe, source: TaskData, phase: Phase) -> list[Encoded]:
+    """Draw the examples of a phase."""
+    draw = drawing(source, phase)
     count = min(recipe.task.examples, phase.examples)
-    return ExampleStore.write(path, map(drawing(source, phase), range(count)))
+    return [draw(index).without_text() for index in range(count)]
 
 
 def drawing(source: TaskData, phase: Phase) -> Callable[[int], Encoded]:

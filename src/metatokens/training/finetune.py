@@ -12,7 +12,7 @@ from metatokens.errors import UserError
 from metatokens.files import sha256_of
 from metatokens.model.positions import check_length
 from metatokens.recipe import WITHOUT_EFFECT, FinetuneRecipe, Phase
-from metatokens.tasks.example import read_examples
+from metatokens.tasks.example import Encoded, read_examples
 from metatokens.tasks.landmarks_alone import LandmarksAlone
 from metatokens.training.bracket_loss import check_blocks
 from metatokens.training.examples import (
@@ -40,7 +40,7 @@ def finetune(
     task: str | None = None,
     data: Path | None = None,
     documents: Sequence[str] = (),
-    examples: Path | None = None,
+    draw: Callable[[Phase], Sequence[Encoded]] | None = None,
     inputs: Iterable[Path | None] = (),
     overwrite: bool = False,
     progress: Progress = unwatched,
@@ -55,7 +55,7 @@ def finetune(
         task: the name of a task; give it or `data`.
         data: a JSON-lines file of the user's own records, which are trained on in one phase, `out/data`.
         documents: corpus texts, from which the task `copying` copies.
-        examples: the folder of the task's encoded train examples, which several runs may share; by default in `out`.
+        draw: gives the train examples of a phase of the task, in place of `train_examples`.
         inputs: further files that are read, such as held-out records, which `overwrite` must not remove.
         overwrite: replace another run in `out`.
         progress: called with the steps done, the steps in all and the latest figures.
@@ -80,7 +80,7 @@ def finetune(
     if data is not None:
         source = _RecordSource(recipe, data, tokenizer)
     elif task is not None:
-        source = _TaskSource(recipe, task, tokenizer, documents, examples or out / "examples")
+        source = _TaskSource(recipe, task, tokenizer, documents, draw)
     else:
         raise UserError("fine-tuning needs a task or a file of records.")
     for phase in source.phases:
@@ -174,22 +174,21 @@ class _TaskSource:
         task: str,
         tokenizer: PreTrainedTokenizerBase,
         documents: Sequence[str],
-        folder: Path,
+        draw: Callable[[Phase], Sequence[Encoded]] | None,
     ):
         if recipe.task.landmarks is not None:
             raise UserError(
                 "landmarks are for your own records (--data); task.condition places a task's meta-tokens."
             )
-        self.recipe, self.folder = recipe, folder
-        self.data, self.phases = train_source(recipe, task, tokenizer, documents), recipe.phases()
+        source, self.phases = train_source(recipe, task, tokenizer, documents), recipe.phases()
+        self._draw = draw or partial(train_examples, recipe, source)
         self.identity = {"task": task, "documents_sha256": sha256_of("\0".join(documents).encode())}
         for phase in self.phases:
-            drawing(self.data, phase)(0)  # fails before any training if there is no such prompt
+            drawing(source, phase)(0)  # fails before any training if there is no such prompt
 
     def open(self, phase: Phase) -> Examples:
         """The examples of a phase."""
-        stored = train_examples(self.recipe, self.data, phase, self.folder)
-        return Epochs(stored, length=phase.examples)
+        return Epochs(self._draw(phase), length=phase.examples)
 
 
 def _report_phase(

@@ -1,4 +1,4 @@
-"""`--landmarks` of the commands that train and measure on text."""
+"""`--landmarks` of the commands that measure, and answers through landmarks alone."""
 
 import json
 import shutil
@@ -7,30 +7,12 @@ from pathlib import Path
 import pytest
 
 from metatokens.data.store import TokenStore
-from tests.cli.command_lines import PRETRAIN, Models, Refuse, Succeed, column, read_lines
+from tests.cli.command_lines import Models, Refuse, Succeed, column, read_lines
 
 
 @pytest.fixture(autouse=True)
 def tokens(workplace: Path, small_store: TokenStore) -> None:
     shutil.copytree(small_store.path, workplace / "tokens")
-
-
-def test_pretraining_by_a_rule_goes_on_as_another_run_does_not(
-    run: Succeed, refused: Refuse
-) -> None:
-    run(f"{PRETRAIN} --landmarks sentence --out base")
-    run(f"{PRETRAIN} --set data.placement=sentence --out base")  # the same run
-    refused(
-        f"{PRETRAIN} --landmarks every:8 --out base",
-        "data.placement was 'sentence' and is now 'every:8'",
-    )
-    run(f"{PRETRAIN} --landmarks every:8 --out other")
-
-    settings = json.loads(Path("base/settings.json").read_text())
-    assert settings["recipe"]["data"]["placement"] == "sentence"
-    assert (
-        Path("other/model.safetensors").read_bytes() != Path("base/model.safetensors").read_bytes()
-    )
 
 
 def test_perplexity_with_landmarks(small_model: Models, run: Succeed) -> None:

@@ -1,4 +1,4 @@
-"""`--text-window` of the commands, and the share of the keys and values that they say is kept."""
+"""Text windows of the commands, and the share of the keys and values that they say is kept."""
 
 import gzip
 import json
@@ -39,6 +39,7 @@ RECORDS = [
 PROMPT = "The cat sat. _PAUSE_ It slept on the mat for a long time."
 LINE = r"text_window \d+: a cache keeps ([\d.]+) % of the keys and values, ([\d,]+) bytes for each text"
 WINDOW = "--set training.text_window"
+ADAPTER = "--set training.text_full_layers=[1] --set training.lora_rank=2 --set training.keep_adapter=true"
 
 
 def kept_share(prompts: Sequence[Sequence[int]], meta: int, window: int) -> float:
@@ -65,7 +66,7 @@ def tokens(workplace: Path, small_store: TokenStore) -> None:
 
 @pytest.mark.usefixtures("tokens")
 def test_pretraining_with_a_window(run: Succeed, refused: Refuse) -> None:
-    train = f"{PRETRAIN} --landmarks every:7 --out base"
+    train = f"{PRETRAIN} --set data.placement=every:7 --out base"
 
     _, error = run(f"{train} {WINDOW}=8")
     run(f"{PRETRAIN} --init base --out next")
@@ -83,17 +84,13 @@ def test_pretraining_with_a_window(run: Succeed, refused: Refuse) -> None:
 def test_some_layers_see_everything(run: Succeed) -> None:
     layers = "--set model.num_hidden_layers=4 --set training.text_full_layers=[1]"
 
-    _, trained = run(f"{PRETRAIN} --landmarks every:7 {WINDOW}=8 {layers} --out full")
-    _, generated = run(
-        "generate --model full --text-window 4 --landmarks every:7 'the cat sat on a mat and slept'"
-    )
+    _, trained = run(f"{PRETRAIN} --set data.placement=every:7 {WINDOW}=8 {layers} --out full")
 
     share, size = share_and_bytes(trained)
     assert share == pytest.approx(1 / 4 + 3 / 4 * 15 / 32, abs=0.0005)
     # Keys and values of 16 features in float32: three layers hold 15 tokens and one 32, and all hold four landmarks of
     # meta-attention. Two positions of each entry, in int64, are noted for each kind of layer.
     assert size == 2 * 4 * 16 * (3 * 15 + 32 + 4 * 4) + 2 * 8 * (15 + 32)
-    assert share_and_bytes(generated)[0] > 1 / 4
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # that PEFT reads
@@ -101,11 +98,11 @@ def test_finetuning_with_a_window(
     workplace: Path, small_model: Models, run: Succeed, refused: Refuse
 ) -> None:
     write_records("data.jsonl", RECORDS)
-    tune = f"{FINETUNE} --model {small_model(second_attention='meta')} --data data.jsonl --text-window 6"
+    tune = f"{FINETUNE} --model {small_model(second_attention='meta')} --data data.jsonl {WINDOW}=6"
     evaluate = "evaluate --model adapter/data --data data.jsonl --json"
 
-    _, error = run(f"{tune} --landmarks sentence --out tuned")
-    run(f"{tune} --set training.text_full_layers=[1] --lora rank=2 --keep-adapter --out adapter")
+    _, error = run(f"{tune} --set task.landmarks=sentence --out tuned")
+    run(f"{tune} {ADAPTER} --out adapter")
     output, _ = run(evaluate)
 
     saved = Path("adapter", "data", "text_window.json")
@@ -120,13 +117,13 @@ def test_finetuning_with_a_window(
 
 
 def test_accuracy_with_a_window(workplace: Path, small_model: Models, run: Succeed) -> None:
-    model = small_model(second_attention="meta")
+    model, windowed = (small_model(text_window=window) for window in (None, 5))
     write_records("data.jsonl", RECORDS)
     tokenizer = load_tokenizer(str(model))
     prompts = [encode_prompt(tokenizer, record["prompt"], record["markers"]) for record in RECORDS]
 
     plain, _ = run(f"evaluate --model {model} --data data.jsonl --json")
-    small, _ = run(f"evaluate --model {model} --data data.jsonl --json --text-window 5")
+    small, _ = run(f"evaluate --model {windowed} --data data.jsonl --json")
 
     line = read_lines(small)[0]
     assert read_lines(plain)[0].keys().isdisjoint({"text_window", "kv_kept", "kv_bytes"})
@@ -138,13 +135,13 @@ def test_accuracy_with_a_window(workplace: Path, small_model: Models, run: Succe
 
 @pytest.mark.usefixtures("tokens")
 def test_perplexity_with_a_window(small_model: Models, run: Succeed) -> None:
-    model = small_model(second_attention="meta")
-    measure = f"perplexity --model {model} --corpus tokens --block-size 32 --fraction 0 --max-tokens 640 --json"
-    options = ("", "--text-window 32", "--text-window 4", "--landmarks every:8 --text-window 4")
-
-    plain, whole, small, landmarks = (
-        json.loads(run(f"{measure} {option}")[0]) for option in options
+    measure = (
+        "perplexity --corpus tokens --block-size 32 --fraction 0 --max-tokens 640 --json --model"
     )
+    models = [small_model(text_window=window) for window in (None, 32, 4)]
+
+    plain, whole, small = (json.loads(run(f"{measure} {model}")[0]) for model in models)
+    landmarks = json.loads(run(f"{measure} {models[-1]} --landmarks every:8")[0])
 
     assert whole["value"] == pytest.approx(plain["value"], rel=ROUNDED_PERPLEXITY)
     values = {round(value, 6) for value in column([plain, small, landmarks], "value")}
@@ -154,32 +151,16 @@ def test_perplexity_with_a_window(small_model: Models, run: Succeed) -> None:
     assert landmarks["kv_kept"] == round(11 / 36, 4)  # the fourth landmark is the last key
 
 
-def test_generating_and_looking_with_a_window(
-    workplace: Path, small_model: Models, run: Succeed
-) -> None:
-    model = small_model(second_attention="meta")
-    tokenizer = load_tokenizer(str(model))
-    ids = encode_prompt(tokenizer, PROMPT, "_PAUSE_")
-    expected = pytest.approx(kept_share([ids], tokenizer.meta_token_id, 3), abs=0.0005)
-
-    _, generated = run(f'generate --model {model} --text-window 3 --marker _PAUSE_ "{PROMPT}"')
-    _, silent = run(f'generate --model {model} --marker _PAUSE_ "{PROMPT}"')
-    _, looked = run(f'look --model {model} --text-window 3 "{PROMPT}"')
-
-    assert silent == ""
-    assert share_and_bytes(generated)[0] == share_and_bytes(looked)[0] == expected
-
-
 def test_the_page_shows_what_is_forgotten(
     workplace: Path, small_model: Models, run: Succeed
 ) -> None:
-    model = small_model(second_attention="meta")
+    model = small_model(text_window=3)
     tokenizer = load_tokenizer(str(model))
     ids = encode_prompt(tokenizer, PROMPT, "_PAUSE_")
     earlier = torch.ones(len(ids), len(ids)).tril().bool()
     forgotten = earlier & ~seen(ids, 3, 4, tokenizer.meta_token_id)
 
-    run(f'look --model {model} --text-window 3 "{PROMPT}"')
+    run(f'look --model {model} "{PROMPT}"')
 
     page = Path("look.html").read_text(encoding="utf-8")
     packed = re.search(r'id="data">([^<]+)<', page)[1]
@@ -189,12 +170,3 @@ def test_the_page_shows_what_is_forgotten(
         list(b64decode(causal["layers"]["0"]["forgotten"])) == (255 * forgotten).flatten().tolist()
     )
     assert meta["layers"]["0"]["forgotten"] is None  # no meta-token is
-
-
-def test_a_model_without_meta_tokens_is_refused(
-    workplace: Path, small_model: Models, refused: Refuse
-) -> None:
-    model = small_model(second_attention="none", meta_token_id=None)
-    refused(
-        f'generate --model {model} --text-window 8 "the cat"', "text_window needs a meta_token_id"
-    )
