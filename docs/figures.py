@@ -27,7 +27,6 @@ from metatokens.paper.claims import ClaimResult, claims, judge
 from metatokens.paper.frame import Inputs, load
 from metatokens.paper.report import overview
 from metatokens.paper.report.make_table import Cell, Fields, Table, make_table
-from metatokens.paper.report.tables import Tables
 from metatokens.paper.report.text import NOT_RUN, PERCENT, Form, name, number
 from metatokens.paper.rule import Effect, effect
 from metatokens.records import unpack_hits
@@ -46,6 +45,12 @@ KINDS = {
 }
 COVERED = ("pause", "twin", "meta")  # the models that have meta-tokens from pretraining on
 LABELS = {Markup(f"`{model}`, {kind}"): model for model, kind in KINDS.items()}
+PLAIN: Fields = {
+    "condition": "paper",
+    "train_condition": "paper",
+    "intervention": "",
+    "variant": "",
+}
 SMALL: Fields = {"position_embedding": "rope"}
 AT_128: Fields = {**SMALL, "train_length": 128, "length": 128}
 
@@ -127,8 +132,12 @@ def judged() -> list[ClaimResult]:
 def grid(
     corner: str, rows: Rows, columns: Rows, folder: str = "results/small", form: Form = PERCENT
 ) -> str:
-    """A table of the figures that have a row's and a column's fields."""
-    return make_table(run(folder), "", corner, rows, columns, form=form).markdown()
+    """A table of the figures that have a row's and a column's fields; the plain runs' where these do not say."""
+    figures = run(folder).measured(
+        variant="*", condition="*", train_condition="*", intervention="*"
+    )
+    full_rows = {label: {**PLAIN, **row} for label, row in rows.items()}
+    return make_table(figures, full_rows, columns, corner=corner, form=form).markdown()
 
 
 def models(where: Fields) -> Rows:
@@ -159,7 +168,9 @@ def differences() -> str:
     rows.append(
         ("mean without list recall", *(points_without_recall(result) for result in main_claims))
     )
-    rows.append(("verdict on the mean of tasks", *(result.verdict for result in main_claims)))
+    rows.append(
+        ("verdict on the mean of tasks", *(overview.verdict(result) for result in main_claims))
+    )
     return Table("", ("points (95 % interval)", *headings), rows).markdown()
 
 
@@ -181,14 +192,15 @@ def points_without_recall(result: ClaimResult) -> str:
 def verdicts(*beginnings: str) -> str:
     """The claims that begin so."""
     results = [result for result in judged() if result.claim.text.startswith(beginnings)]
-    rows = [(result.claim.text, points(result.effect), result.verdict) for result in results]
+    rows = [
+        (result.claim.text, points(result.effect), overview.verdict(result)) for result in results
+    ]
     return Table("", ("claim", "points (95 % interval)", "verdict"), rows).markdown()
 
 
 def answers() -> str:
     """How many of the paper's claims have each verdict."""
-    counts, *_ = overview.sentences(Tables(run()), judged())
-    return f"{counts}\n"
+    return f"{overview.counts(judged())}\n"
 
 
 def tasks() -> str:

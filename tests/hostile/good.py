@@ -62,7 +62,6 @@ def run_folder() -> Files:
         made_lines.perplexity(40.0, recipe="demo"),
     ]
     curves = [
-        made_lines.loss(1, 2.0, recipe="demo"),
         made_lines.recall(5, 0.4, recipe="demo"),
     ]
     sharpness = made_lines.inner(

@@ -11,7 +11,6 @@ from metatokens.paper.frame import learned_from, learning_curves, load
 from tests.paper.report.made_lines import (
     accuracy,
     inner,
-    perplexity,
     recall,
     shortcut,
     write,
@@ -40,7 +39,6 @@ def test_a_later_line_of_the_same_figure_counts(read):
     )
 
     assert inputs.preset == "small"
-    assert inputs.remeasured == 1
     assert inputs.select()["value"].tolist() == [0.2]
     assert inputs.select(variant=["", "jumps"])["value"].tolist() == [0.2, 0.5]
 
@@ -154,14 +152,6 @@ def test_a_distortion_at_a_rate_is_the_mean_of_a_runs_fits(read):
 
     selected = inputs.select(metric="distortion_at_rate", subject="meta", rate=1.0)
     assert selected["value"].tolist() == [pytest.approx(1.25)]
-
-
-def test_perplexities_are_compared_by_their_logarithms(read):
-    inputs = read([perplexity(math.e, 0.5, text=None)])
-
-    [row] = inputs.select(metric="log_perplexity", text="held_out").to_dict("records")
-    assert row["value"] == pytest.approx(1.0)
-    assert math.isnan(row["low"])
 
 
 def test_a_slowdown_is_per_text_token_with_the_interval_of_a_median(tmp_path):

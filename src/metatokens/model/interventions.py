@@ -8,7 +8,7 @@ so that the model's code and weights stay as they are, and any checkpoint can be
 
 The paper does not define them for rotary positions, and gives no unit for the noise; the classes below document what
 is done here. A new intervention is a new subclass of `Intervention`, and a name in the help of `--intervention`
-(`cli/measure_commands.py`) and in the tables (`paper/report/tables.py`).
+(`cli/measure_commands.py`) and in the words of the report (`paper/report/content.yaml`).
 """
 
 import math

@@ -1,6 +1,6 @@
 """The claims of `claims.yaml`, which explains their fields, and how a claim selects the scores of runs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
@@ -50,20 +50,13 @@ class Claim(BaseModel):
     unit: Literal["points", "percent", "nats", "logits", "cosine", "steps", "times"] = "points"
     smallest: float = 0.05
     universal: bool = False
+    by_construction: bool = False
+    note: str = ""
 
     @field_validator("b", "over", mode="before")
     @classmethod
     def _one_is_several(cls, value: Any) -> Any:
         return value if isinstance(value, list) else [value]
-
-    @field_validator("a", "b", mode="before")
-    @classmethod
-    def _name_is_of_model(cls, side: Any) -> Any:
-        if isinstance(side, list):
-            return [cls._name_is_of_model(item) for item in side]
-        if isinstance(side, str) and side != "chance":
-            return {"model": side}
-        return side
 
     @property
     def metric(self) -> str:
@@ -111,14 +104,13 @@ class MeasuredStratum(Stratum):
     Args:
         fields: what its runs have in common, where other strata have other runs: a task, a model.
         against: what the claim subtracts.
-        settings: what was run on both sides; the stratum is the mean of those that count.
-        seeds: of the runs of each sample; a run counts if it has every setting that counts.
+        settings: what was run on both sides; the stratum is the mean of those that count. A run counts if it has every
+            one of these.
     """
 
     fields: Fields
     against: Side
     settings: tuple[Setting, ...]
-    seeds: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -138,21 +130,30 @@ class ClaimResult:
     @cached_property
     def effect(self) -> Effect:
         """The claim's one number; a claim about all cases has the number of its worst case."""
-        return self._effect(self.strata)
+        if self.claim.universal and self.strata:
+            effects = [rule.effect([stratum]) for stratum in self.strata]
+            return min(effects, key=lambda effect: effect.value)
+        return rule.effect(self.strata)
 
     @cached_property
     def tasks(self) -> dict[str, Effect]:
         """The effect in each task. It carries no verdict."""
-        by_task: dict[str, list[MeasuredStratum]] = {}
-        for stratum in self.strata:
-            by_task.setdefault(stratum.task, []).append(stratum)
-        return {task: self._effect(strata) for task, strata in by_task.items()}
+        return {
+            task: rule.effect([stratum for stratum in self.strata if stratum.task == task])
+            for task in dict.fromkeys(stratum.task for stratum in self.strata)
+        }
 
-    def _effect(self, strata: Sequence[MeasuredStratum]) -> Effect:
-        if self.claim.universal and strata:
-            effects = [rule.effect([stratum]) for stratum in strata]
-            return min(effects, key=lambda effect: effect.value)
-        return rule.effect(strata)
+    @cached_property
+    def without(self) -> dict[str, Effect]:
+        """Of a supported claim, the tasks without which it is not supported, and its effect without them."""
+        effects: dict[str, Effect] = {}
+        if self.verdict != "supported" or self.claim.universal or len(self.tasks) < 2:
+            return effects
+        for task in self.tasks:
+            effect = rule.effect([stratum for stratum in self.strata if stratum.task != task])
+            if rule.verdict(effect, self.claim.kind, self.claim.smallest) != "supported":
+                effects[task] = effect
+        return effects
 
     @cached_property
     def verdict(self) -> Verdict:
@@ -166,9 +167,14 @@ class ClaimResult:
         return rule.verdict(self.effect, kind, smallest)
 
     @property
-    def p(self) -> float:
-        """The p-value of the verdict; see `rule.p_value`."""
-        return rule.p_value(self.effect, self.claim.kind, self.claim.smallest)
+    def was_run(self) -> bool:
+        """Whether any of it was."""
+        return self.verdict != "not run"
+
+    def holds_among(self, tests: int) -> bool:
+        """Whether the verdict is the same at a level corrected for the number of claims."""
+        effect = rule.effect(self.strata, rule.corrected(tests))
+        return rule.verdict(effect, self.claim.kind, self.claim.smallest) == self.verdict
 
 
 @cache
@@ -200,11 +206,6 @@ def judge(inputs: Inputs, claim: Claim) -> ClaimResult:
     return ClaimResult(claim, tuple(strata), tuple(empty_strata))
 
 
-def after_holm(results: Sequence[ClaimResult]) -> dict[str, bool]:
-    """By the text of each primary claim, whether its verdict holds after Holm's correction for their number."""
-    return rule.holm({result.claim.text: result.p for result in results if result.claim.primary})
-
-
 def _strata(inputs: Inputs, claim: Claim, b: Side, over: Fields) -> Iterator[MeasuredStratum]:
     """The strata of one comparison, in the order of its lists."""
     keys = [key for key in over if key != "ratio"]
@@ -215,8 +216,8 @@ def _strata(inputs: Inputs, claim: Claim, b: Side, over: Fields) -> Iterator[Mea
         settings: list[Setting] = []
         counted = [scores[:0]]
         for setting_values, rows in select(scores, **fields).groupby(keys):
-            means = rows.groupby("figure")["value"].mean()
-            left_out = _why_left_out(claim, means.to_numpy(), rows["chance"].iloc[0])
+            means = rows.groupby("figure")["value"].mean().to_numpy()
+            left_out = _why_left_out(claim, means, rows["chance"].iloc[0])
             settings.append(
                 Setting(dict(zip(keys, setting_values, strict=True)), tuple(means), left_out)
             )
@@ -241,15 +242,11 @@ def _scores(inputs: Inputs, claim: Claim, b: Side, over: Fields, keys: list[str]
             lists[key] = [length // inputs.scale for length in over[key]]
     figures = claim.figures(b)
     trainings = [tuple(fields.get(key) for key in _TRAINING) for _, fields in figures]
-    measured = [
-        inputs.measured(**{"metric": claim.metric, **lists, **fields}) for _, fields in figures
-    ]
-    settings = measured[0][keys].drop_duplicates()
-    if "ratio" in over:
-        settings = settings[(settings["length"] / settings["train_length"]).isin(over["ratio"])]
     in_settings: list[pd.DataFrame] = []
     for figure, (sign, fields) in enumerate(figures):
-        rows = measured[figure]
+        rows = inputs.measured(**{"metric": claim.metric, **lists, **fields})
+        if figure == 0:
+            settings = rows[keys].drop_duplicates()
         rows = rows.assign(
             figure=figure,
             sign=sign,
@@ -257,29 +254,20 @@ def _scores(inputs: Inputs, claim: Claim, b: Side, over: Fields, keys: list[str]
             prompts=rows["task"] + rows["condition"] + rows["length"].fillna(0).astype(str),
             error=((rows["high"] - rows["low"]) / 2 / 1.96).fillna(0.0),
         )
-        in_settings.append(_joined(settings, rows, set(fields)))
+        if claim.unit == "percent":  # of the same text for all models, which is not taken as a draw
+            rows = rows.assign(value=np.log(rows["value"]), error=0.0)
+        # A side that fixes one of the keys, such as a train length, has that figure in all settings.
+        fixed = [key for key in keys if key in fields]
+        in_settings.append(settings.merge(rows.drop(columns=fixed)))
     runs = pd.concat(in_settings).groupby(
         [*keys, "figure", "sign", "training", "seed"], as_index=False, sort=False
     )
-    scores = runs.agg(  # heads and layers are averaged
-        {
-            "value": "mean",
-            "error": "mean",
-            "n": "first",
-            "hits": "first",
-            "chance": "first",
-            "prompts": "first",
-        }
-    )
+    first = dict.fromkeys(("n", "hits", "chance", "prompts"), "first")
+    scores = runs.agg({"value": "mean", "error": "mean", **first})  # heads and layers are averaged
+    if "ratio" in over:
+        scores = scores[(scores["length"] / scores["train_length"]).isin(over["ratio"])]
     figures_of_setting = scores.groupby(keys)["figure"].transform("nunique")
     return _on_common_prompts(scores[figures_of_setting == len(figures)])
-
-
-def _joined(settings: pd.DataFrame, rows: pd.DataFrame, fixed: set[str]) -> pd.DataFrame:
-    """The figures in each setting, also of settings that differ in nothing but fields that the side itself fixes."""
-    shared = [key for key in settings if key not in fixed]
-    rows = rows.drop(columns=[key for key in settings if key in fixed])
-    return settings.merge(rows, on=shared) if shared else settings.merge(rows, how="cross")
 
 
 def _on_common_prompts(scores: pd.DataFrame) -> pd.DataFrame:
@@ -293,11 +281,12 @@ def _on_common_prompts(scores: pd.DataFrame) -> pd.DataFrame:
 
 
 def _why_left_out(claim: Claim, means: np.ndarray, chance: float) -> str:
+    """Why a setting does not count, by the means of its figures; the first two are of the sides themselves."""
     if claim.metric == "log_steps_to_learn":
         return "neither learns" if (means >= chance).all() else ""
     if claim.metric != "exact_match" or len(means) == 1:
         return ""
-    if (means <= chance + GUESSES).all():
+    if (means[:2] <= chance + GUESSES).all():
         return "both guess"
     if claim.kind == "gain" and (means > CEILING).all():
         return "both exceed 98 %"
@@ -317,25 +306,24 @@ def _stratum(
 ) -> MeasuredStratum:
     """The stratum, of the scores in the settings that count."""
     runs = _sum_by(scores, "value", "training", "seed")
-    samples = [sample.droplevel("training") for _, sample in runs.groupby("training")]
-    bound = scores["chance"].mean() if b == "chance" else b
-    constant = 0.0
-    if isinstance(claim.a, (int, float)):
-        constant += claim.a
-    if isinstance(bound, (int, float)):
-        constant -= bound
+    samples = [
+        {int(seed): float(score) for seed, score in sample.droplevel("training").items()}
+        for _, sample in runs.groupby("training")
+    ]
+    constant = claim.a if isinstance(claim.a, float) else 0.0
+    if not isinstance(b, dict):
+        constant -= scores["chance"].mean() if b == "chance" else b
     if claim.unit == "times":  # a time has no luck of training
-        constant += sum(float(sample.mean()) for sample in samples)
+        constant += sum(sum(sample.values()) for sample in samples)
         samples = []
     return MeasuredStratum(
         task=fields.get("task", ""),
-        samples=tuple(sample.to_numpy() for sample in samples),
+        samples=tuple(samples),
         constant=constant,
         prompts=_prompt_variance(scores),
         fields=fields,
         against=b,
         settings=settings,
-        seeds=tuple(tuple(map(int, sample.index)) for sample in samples),
     )
 
 

@@ -6,7 +6,7 @@ that does not exist is a `KeyError`, so that a misspelt field never reads as "no
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import nan, sqrt
+from math import sqrt
 from pathlib import Path
 from typing import Any, get_args
 
@@ -33,7 +33,7 @@ LEARNED = 0.9  # of the test prompts: a task is learned from the first point on 
 SPEEDS = ("prefill", "decode")  # benchmarks that the paper has figures of
 RATES = (0.5, 1.0, 2.0, 4.0)  # nats, at which distortions are compared
 # Metrics that no line has.
-DERIVED = ("log_steps_to_learn", "distortion_at_rate", "slowdown", "log_perplexity")
+DERIVED = ("log_steps_to_learn", "distortion_at_rate", "slowdown")
 METRICS = {*get_args(Metric), *get_args(AnalysisMetric), *DERIVED}
 
 _NUMBERS = (
@@ -50,7 +50,6 @@ _PLAIN: Mapping[str, Fields] = {
     "exact_match": _ACCURACY,
     "token_accuracy": _ACCURACY,
     "perplexity": {"variant": "", "text": "held_out"},
-    "log_perplexity": {"variant": ""},
     "log_steps_to_learn": {"variant": ""},
 }
 
@@ -68,14 +67,12 @@ class Inputs:
         curves: the points of training curves, with `variant`.
         preset: the preset of a grid; None for other runs.
         read: the lines themselves.
-        remeasured: how many figures were left out because a later line holds the same.
     """
 
     figures: pd.DataFrame
     curves: pd.DataFrame
     preset: str | None
     read: RunLines
-    remeasured: int = 0
 
     @property
     def scale(self) -> int:
@@ -86,15 +83,17 @@ class Inputs:
         """The figures whose fields have the given values, by the rules of `select`; by default of `exact_match`.
 
         The fields that `_PLAIN` has for the metric default to the plain runs: the paper's prompts, no intervention, no
-        variant. Any other field that is not given may have any value.
+        variant. A field that is "*", and any other that is not given, may have any value.
 
         Raises:
             KeyError: if there is no such column or metric.
         """
         metric = where.get("metric", "exact_match")
-        if metric not in METRICS:
+        metrics = metric if isinstance(metric, (list, tuple)) else [metric]
+        if not METRICS.issuperset(metrics):
             raise KeyError(f"there is no metric {metric}")
-        return select(self.figures, **{"metric": metric, **_PLAIN.get(metric, {}), **where})
+        fields = {"metric": metric, **_PLAIN.get(metrics[0], {}), **where}
+        return select(self.figures, **{key: want for key, want in fields.items() if want != "*"})
 
     def measured(self, **where: Any) -> pd.DataFrame:
         """The figures that `select` selects, where they have a value."""
@@ -118,13 +117,13 @@ def load(paths: Sequence[Path]) -> Inputs:
     figures = _named(latest)
     figures.loc[(figures["metric"] == "perplexity") & (figures["text"] == ""), "text"] = "held_out"
     figures = figures[(figures["variant"] == "") | (figures["analysis"] == "")]
-    figures = _with_chances(figures)
+    figures = _with_floors(figures)
     curves = _named(_typed(_rows(read.points, CurvePoint)))
     derived = pd.DataFrame(
         [*_steps_to_learn(curves), *_distortions(figures), *_slowdowns(read.timings)]
     )
-    figures = _typed(pd.concat([figures, derived, _log_perplexities(figures)]))
-    return Inputs(figures, curves, grid, read, remeasured=len(measured) - len(latest))
+    figures = _typed(pd.concat([figures, derived]))
+    return Inputs(figures, curves, grid, read)
 
 
 def _grid_of(read: RunLines) -> str | None:
@@ -133,8 +132,7 @@ def _grid_of(read: RunLines) -> str | None:
         *read.measurements,
         *read.points,
     ]
-    recipes = {line.recipe or "" for line in lines}
-    presets = {recipe.partition("/")[0] for recipe in recipes}
+    presets = {(line.recipe or "").partition("/")[0] for line in lines}
     grid = next((preset for preset in GRIDS if preset in presets), None)
     if grid and len(presets) > 1:
         raise UserError(
@@ -229,22 +227,18 @@ def _named(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows with their variants, what follows the preset in the recipe, and with the names of models in full."""
     variants: list[str] = []
     names: list[str] = []
-    for model, recipe, window in zip(
-        frame["model"], frame["recipe"], frame["text_window"], strict=True
-    ):
+    columns = ("model", "recipe", "text_window")
+    for model, recipe, window in zip(*(frame[column] for column in columns), strict=True):
         preset, _, variant = recipe.partition("/")
         is_of_preset = preset in PRESETS
-        words = [
-            model,
-            "" if np.isnan(window) else f"window {window:.0f}",
-            "" if is_of_preset else recipe,
-        ]
+        words = [model, "" if np.isnan(window) else f"window {window:.0f}"]
+        words.append("" if is_of_preset else recipe)
         variants.append(variant if is_of_preset else "")
         names.append(SEPARATOR.join(filter(None, words)))
     return frame.assign(variant=variants, model=names)
 
 
-def _with_chances(figures: pd.DataFrame) -> pd.DataFrame:
+def _with_floors(figures: pd.DataFrame) -> pd.DataFrame:
     """Each exact match with `chance` and `shortcut`; see `Inputs`.
 
     A line has the score of a constant answer as its chance, except in counting. There it is the measured share of the
@@ -253,24 +247,20 @@ def _with_chances(figures: pd.DataFrame) -> pd.DataFrame:
     prompts = ["task", "length", "condition"]
     shortcuts = select(figures, metric="shortcut", variant="")
     constants = shortcuts[shortcuts["model"].str.startswith("the commonest answer")]
-    is_match = figures["metric"] == "exact_match"
-    constant = _largest(constants, figures, prompts)
-    chance = figures["chance"].where(figures["chance"].notna() | ~is_match, constant)
-    return figures.assign(
-        chance=chance, shortcut=np.where(is_match, _largest(shortcuts, figures, prompts), nan)
-    )
-
-
-def _largest(shortcuts: pd.DataFrame, figures: pd.DataFrame, prompts: list[str]) -> np.ndarray:
-    """The largest score of the shortcuts on the prompts of each figure; NaN where there is none."""
-    largest = shortcuts.groupby(prompts)["value"].max().reset_index()
-    return figures[prompts].merge(largest, on=prompts, how="left")["value"].to_numpy()
+    matches = select(figures, metric="exact_match").drop(columns="shortcut")
+    for column, scores in (("shortcut", shortcuts), ("constant", constants)):
+        best = scores.groupby(prompts)["value"].max().rename(column).reset_index()
+        matches = matches.merge(best, on=prompts, how="left")
+    matches["chance"] = matches["chance"].fillna(matches.pop("constant"))
+    others = figures[figures["metric"] != "exact_match"]
+    return pd.concat([others, matches], ignore_index=True)
 
 
 def _steps_to_learn(curves: pd.DataFrame) -> Iterator[Fields]:
     """`log_steps_to_learn`: log(min(steps until the task is learned, tau)), tau the steps that every run was trained.
 
-    The runs are those of the task and the positions, so that none is censored before tau. `chance` is log(tau).
+    The runs are those of the task and the positions, so that none is censored before tau. `chance` is log(tau), and
+    `exact_match` the accuracy in the end.
     """
     by_run = learning_curves(curves)
     trained: dict[tuple[str, str], list[float]] = {}
@@ -287,6 +277,7 @@ def _steps_to_learn(curves: pd.DataFrame) -> Iterator[Fields]:
             "n": points["n"].max(),
             "value": np.log(min(learned_from(points), tau)),
             "chance": np.log(tau),
+            "exact_match": points["exact_match"].iloc[-1],
         }
 
 
@@ -325,10 +316,3 @@ def _slowdowns(timings: Sequence[Timing]) -> Iterator[Fields]:
             "low": timing.ratio - reach,
             "high": timing.ratio + reach,
         }
-
-
-def _log_perplexities(figures: pd.DataFrame) -> pd.DataFrame:
-    """`log_perplexity`: every model reads the same text, which is not taken as a draw; so there is no interval."""
-    perplexities = select(figures, metric="perplexity").dropna(subset=["value"])
-    logs = np.log(perplexities["value"])
-    return perplexities.assign(metric="log_perplexity", value=logs, low=nan, high=nan, chance=nan)

@@ -1,31 +1,33 @@
-"""The rule that gives a claim its verdict. It was written, with the claims, before the experiment ran.
+"""The rule that gives a claim its verdict; docs/paper_map.md, "Verdicts", has the reason for each choice.
 
 1. A claim is one number: the difference that it predicts, averaged over the settings that it names, each task weighted
    alike. A setting is left out where both sides guess (means at most 5 points above guessing) or, for a gain, both
    exceed 98 %.
-2. Its 95 % interval takes each training run as one observation (Welch's t for each task, degrees of freedom by
-   Satterthwaite) and adds the draw of the test prompts.
-3. The claim is **supported** if the interval lies above 0; **contradicted** if it lies below the smallest effect of
-   interest (5 points); **equivalent** if it lies within that effect on both sides (this verdict comes first where two
-   fit); otherwise **inconclusive**.
+2. Its 95 % interval takes each seed as one observation: a side's scores are averaged over tasks first, then compared by
+   Welch's t. The draw of the test prompts is added. A side with fewer than three runs has no interval.
+3. The claim is **supported** if the interval lies above 0. It is **within 5 points** if the interval lies within 5
+   points of 0 (this comes first), and shows **no lead of 5 points** if the interval lies below that. Otherwise it is
+   **inconclusive**.
 
-docs/paper_map.md, "Verdicts", has the variants and the reason for each choice.
+The rule was written before the experiment ran. That seeds are the observations, and the words, are from afterwards.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, nan, sqrt
+from statistics import fmean
 from typing import Literal
 
 import numpy as np
-from scipy.special import stdtr, stdtrit  # Student's t: ten times as fast as those of scipy.stats
+from scipy.special import stdtrit  # Student's t: ten times as fast as that of scipy.stats
 
-Verdict = Literal["supported", "contradicted", "equivalent", "inconclusive", "not run"]
+Verdict = Literal["supported", "no lead", "within", "contradicted", "inconclusive", "not run"]
 Kind = Literal["gain", "match", "above"]
 Array = np.ndarray
 
 LEVEL = 0.95  # of the intervals
+FEWEST_RUNS = 3  # of a side that has an interval
 
 
 @dataclass(frozen=True)
@@ -34,42 +36,33 @@ class Stratum:
 
     Args:
         task: strata of one task share its weight.
-        samples: for each side that was trained on its own, the scores of its runs; those of the side that the claim
-            subtracts are negative. A comparison within the same runs is one sample, of the runs' differences.
+        samples: for each side that was trained on its own, the scores of its runs by seed; those of the side that the
+            claim subtracts are negative. A comparison within the same runs is one sample, of the runs' differences.
         constant: what else the difference holds: a bound that the claim names, or a measured time.
         prompts: the variance of the difference from the draw of the test prompts.
     """
 
     task: str
-    samples: tuple[Array, ...]
+    samples: tuple[Mapping[int, float], ...]
     constant: float = 0.0
     prompts: float = 0.0
 
     @property
     def value(self) -> float:
         """The difference that the claim predicts."""
-        return self.constant + sum(float(np.mean(sample)) for sample in self.samples)
+        return self.constant + sum(fmean(sample.values()) for sample in self.samples)
 
 
 @dataclass(frozen=True)
 class Effect:
-    """A difference, its interval, its standard error and its degrees of freedom.
+    """A difference and its interval.
 
-    If a side has one run, only `value` is a number; if there are no runs, all fields are NaN.
+    If a side has fewer than three runs, only `value` is a number; if there are no runs, all fields are NaN.
     """
 
     value: float = nan
     low: float = nan
     high: float = nan
-    error: float = nan
-    freedom: float = nan
-
-    def p(self, boundary: float) -> float:
-        """The two-sided p-value of the difference being at the boundary; NaN without an interval."""
-        distance = abs(self.value - boundary)
-        if self.error == 0.0:
-            return 0.0 if distance else 1.0
-        return float(2 * stdtr(self.freedom, -distance / self.error))
 
 
 def prompt_variance(answers: Sequence[Array]) -> float:
@@ -97,28 +90,41 @@ def effect(strata: Sequence[Stratum], level: float = LEVEL) -> Effect:
     if not strata:
         return Effect()
     strata_by_task = Counter(stratum.task for stratum in strata)
-    weights = [1 / len(strata_by_task) / strata_by_task[stratum.task] for stratum in strata]
-    value = sum(weight * stratum.value for weight, stratum in zip(weights, strata, strict=True))
-    variances: list[float] = []  # of the means over runs, one for each sample
-    spread = 0.0
+    value = 0.0
     prompt_errors = dict.fromkeys(strata_by_task, 0.0)
-    for weight, stratum in zip(weights, strata, strict=True):
+    # What each seed adds to the deviation of a side's mean; the tasks of a seed are not independent.
+    deviations: defaultdict[int, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for stratum in strata:
+        weight = 1 / len(strata_by_task) / strata_by_task[stratum.task]
+        value += weight * stratum.value
         # Strata of a task may share prompts: they count as wholly dependent.
         prompt_errors[stratum.task] += weight * sqrt(stratum.prompts)
-        for sample in stratum.samples:
-            if len(sample) < 2:
-                return Effect(value)
-            variances.append(weight**2 * float(np.var(sample, ddof=1)) / len(sample))
-            spread += variances[-1] ** 2 / (len(sample) - 1)
+        for side, sample in enumerate(stratum.samples):
+            mean = fmean(sample.values())
+            for seed, score in sample.items():
+                deviations[side][seed] += weight * (score - mean) / len(sample)
+    if any(len(sample) < FEWEST_RUNS for stratum in strata for sample in stratum.samples):
+        return Effect(value)
+    variance, spread = 0.0, 0.0
+    for by_seed in deviations.values():
+        others = len(by_seed) - 1
+        of_side = sum(deviation**2 for deviation in by_seed.values()) * len(by_seed) / others
+        variance += of_side
+        spread += of_side**2 / others
     # The degrees of freedom are of the runs alone, so that the prompts never narrow the interval.
-    freedom = sum(variances) ** 2 / spread if spread else inf
-    error = sqrt(sum(variances) + sum(task_error**2 for task_error in prompt_errors.values()))
+    freedom = variance**2 / spread if spread else inf
+    error = sqrt(variance + sum(task_error**2 for task_error in prompt_errors.values()))
     reach = float(stdtrit(freedom, (1 + level) / 2)) * error
-    return Effect(value, value - reach, value + reach, error, freedom)
+    return Effect(value, value - reach, value + reach)
+
+
+def corrected(tests: int) -> float:
+    """The level at which each of several intervals holds, so that all hold at once in 95 % (Bonferroni)."""
+    return 1 - (1 - LEVEL) / tests
 
 
 def boundaries(kind: Kind, smallest: float) -> tuple[float, float]:
-    """The bounds: an interval above the first supports a claim, one below the second contradicts it.
+    """The bounds: an interval above the first supports a claim, one below the second rules it out.
 
     Args:
         kind: gain, the difference is positive; match, nothing is lost; above, a bound is kept.
@@ -129,15 +135,15 @@ def boundaries(kind: Kind, smallest: float) -> tuple[float, float]:
 
 def verdict(measured: Effect, kind: Kind, smallest: float) -> Verdict:
     """The verdict on a claim whose effect has this interval; see `boundaries` for the arguments."""
-    supports, contradicts = boundaries(kind, smallest)
+    supports, rules_out = boundaries(kind, smallest)
     if np.isnan(measured.value):
         return "not run"
     if kind == "gain" and -smallest < measured.low and measured.high < smallest:
-        return "equivalent"
+        return "within"
     if measured.low > supports:
         return "supported"
-    if measured.high < contradicts:
-        return "contradicted"
+    if measured.high < rules_out:
+        return "no lead" if kind == "gain" else "contradicted"
     return "inconclusive"
 
 
@@ -147,35 +153,13 @@ def verdict_everywhere(
     """The verdict on a claim about all cases, each a stratum; see `boundaries` for the arguments.
 
     It is supported if all strata were run (`is_complete`) and the interval of each supports it, which needs no
-    correction. It is contradicted if the interval of one stratum contradicts it, at a level corrected for the number of
+    correction. It is ruled out if the interval of one stratum rules it out, at a level corrected for the number of
     strata (Bonferroni).
     """
-    supports, contradicts = boundaries(kind, smallest)
-    corrected_level = 1 - (1 - LEVEL) / len(strata)
-    if any(effect([stratum], corrected_level).high < contradicts for stratum in strata):
-        return "contradicted"
+    supports, rules_out = boundaries(kind, smallest)
+    level = corrected(len(strata))
+    if any(effect([stratum], level).high < rules_out for stratum in strata):
+        return "no lead" if kind == "gain" else "contradicted"
     if is_complete and all(effect([stratum]).low > supports for stratum in strata):
         return "supported"
     return "inconclusive"
-
-
-def p_value(measured: Effect, kind: Kind, smallest: float) -> float:
-    """The p-value of the verdict: the largest over the boundaries that the interval excludes; 1 if there is none."""
-    supports, contradicts = boundaries(kind, smallest)
-    excluded_by = {
-        "supported": [supports],
-        "contradicted": [contradicts],
-        "equivalent": [-smallest, smallest],
-    }
-    excluded = excluded_by.get(verdict(measured, kind, smallest), [])
-    return max(map(measured.p, excluded), default=1.0)
-
-
-def holm(ps: Mapping[str, float]) -> dict[str, bool]:
-    """Which of several verdicts hold after Holm's correction for their number, at 5 % in all."""
-    holds = {}
-    all_hold = True
-    for rank, (name, p) in enumerate(sorted(ps.items(), key=lambda item: item[1])):
-        all_hold = all_hold and p <= (1 - LEVEL) / (len(ps) - rank)
-        holds[name] = all_hold
-    return holds

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from itertools import product
-from math import exp, sqrt
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -105,18 +105,6 @@ def inner(
     }
     if spread:
         line |= {"low": value - spread, "high": value + spread}
-    return line | fields
-
-
-def loss(step: int, value: float, **fields: Any) -> Line:
-    line = {
-        "model": "meta",
-        "position_embedding": "rope",
-        "seed": 0,
-        "step": step,
-        "loss": value,
-        "recipe": "small",
-    }
     return line | fields
 
 
@@ -256,13 +244,7 @@ def demo(folder: Path) -> Path:
         )
         results.append(perplexity(value, 2, model=model, recipe="demo"))
     results += [shortcut(0.52, "parity", length, recipe="demo") for length in (128, 512)]
-    curves = []
-    for rate, (model, task) in enumerate(product(MODELS, DEMO_TASKS)):
-        for step in (50, 100, 500, 1000):
-            curves.append(
-                loss(step, 2.3 * exp(-rate * step / 500), model=model, task=task, **plain)
-            )
-    return write(folder, RUN, results=results, curves=curves, examples=EXAMPLES)
+    return write(folder, RUN, results=results, examples=EXAMPLES)
 
 
 def covered(folder: Path) -> Path:
@@ -326,7 +308,7 @@ def grid(folder: Path) -> list[Path]:
 def _plain_results() -> list[Line]:
     """Two tasks, two train lengths and one to three seeds of each model."""
     results = []
-    for model, seeds in {"gpt2": 2, "pause": 1, "twin": 3, "meta": 3}.items():
+    for model, seeds in {"gpt2": 3, "pause": 1, "twin": 3, "meta": 3}.items():
         for seed, task, trained, length in product(
             range(seeds), ("list_recall", "parity"), (512, 128), GRID_LENGTHS
         ):
@@ -379,18 +361,8 @@ def _other_results() -> list[Line]:
 
 
 def _curves() -> list[Line]:
-    """Losses, and how soon three runs learn."""
+    """How soon three runs learn."""
     curves = []
-    for model, step in product(("gpt2", "meta"), (50, 100, 500, 1000)):
-        curves.append(
-            loss(
-                step,
-                2.3 * exp(-step / 200),
-                model=model,
-                task="list_recall",
-                train_length=128,
-            )
-        )
     for (model, seed), steps_needed in {
         ("gpt2", 0): 900,
         ("meta", 0): 300,
@@ -409,7 +381,7 @@ def _analysis() -> list[Line]:
 def _sharpness() -> list[Line]:
     lines: list[Line] = []
     quantiles = {"quantiles": [-2.0, -1.5, -0.5, 0.0, 0.5, 1.5, 2.0]}
-    for seed, head in product(range(2), ({}, {"layer": 0, "head": 0}, {"layer": 0, "head": 1})):
+    for seed, head in product(range(3), ({}, {"layer": 0, "head": 0}, {"layer": 0, "head": 1})):
         for metric, module in product(
             ("logit", "log_odds", "entropy"), ("attention", "second_attention")
         ):
@@ -418,7 +390,7 @@ def _sharpness() -> list[Line]:
         lines.append(
             inner("sharpness", "premise_holds", 0.3, module="attention", seed=seed, **head)
         )
-    for seed, marker in product(range(2), ("context", "final")):
+    for seed, marker in product(range(3), ("context", "final")):
         for metric in (
             "output_top_logit_change",
             "output_answer_logit_change",
@@ -430,7 +402,7 @@ def _sharpness() -> list[Line]:
 
 def _similarity() -> list[Line]:
     lines: list[Line] = []
-    for seed, distance, subject in product(range(2), (1, 2, 3, 4, 8, 16, 32), ("meta", "text")):
+    for seed, distance, subject in product(range(3), (1, 2, 3, 4, 8, 16, 32), ("meta", "text")):
         fields = {
             "marker": "context",
             "subject": subject,

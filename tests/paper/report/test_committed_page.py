@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import re
 from collections import defaultdict
 from functools import cache
 from math import sqrt
@@ -14,7 +13,7 @@ import pytest
 from scipy import stats
 
 from metatokens.paper.report.page import write_report
-from tests.paper.report.made_lines import Line, wilson
+from tests.paper.report.made_lines import Line
 from tests.paper.report.pages import table
 
 ROOT = Path(__file__).parents[3]
@@ -27,11 +26,6 @@ SPEEDS = [
 PAPER = json.loads(
     (ROOT / "src/metatokens/paper/report/paper_numbers.json").read_text(encoding="utf-8")
 )
-POSITIONS = {
-    "rotary positions": "rope",
-    "learned positions": "learned",
-    "without positions": "none",
-}
 CONDITIONS = {"landmarks": "landmark", "decoys": "decoy", "long prompts": "long_prompt"}
 LENGTH_TABLES = {"list_recall": 7, "segment_counting": 8, "parity": 9, "copying": 10}
 
@@ -73,16 +67,12 @@ def accuracies(task):
     return by_setting
 
 
-def shown_mean(lines, most_seeds):
-    """What a cell may show: a mean just between two figures may be rounded either way."""
+def shown_mean(lines):
+    """What a cell of twelve runs may show: a mean just between two figures may be rounded either way."""
     values = [line["value"] for line in lines]
-    fewer_seeds = f" \\[{len(values)}\\]" if len(values) < most_seeds else ""
-    if len(values) == 1:
-        low, high = wilson(values[0], lines[0]["n"])
-        return {f"{100 * values[0]:.1f} ({100 * low:.1f} to {100 * high:.1f}){fewer_seeds}"}
     reach = 100 * stats.t.ppf(0.975, len(values) - 1) * stdev(values) / sqrt(len(values))
     mean = 100 * fmean(values)
-    return {f"{mean + nudge:.1f} \u00b1 {reach:.1f}{fewer_seeds}" for nudge in (-1e-9, 1e-9)}
+    return {f"{mean + nudge:.1f} \u00b1 {reach:.1f}" for nudge in (-1e-9, 1e-9)}
 
 
 def papers(task, setting):
@@ -97,21 +87,12 @@ def papers(task, setting):
     return ""
 
 
-def setting_of(row, column, measured):
+def setting_of(row, column):
     """What a cell is of; a label leaves out the fields in which all rows agree."""
     model, *words = row.split(", ")
-    [any_position, *_] = {setting.position_embedding for setting in measured}
-    [any_train_length, *_] = {setting.train_length for setting in measured}
-    fields = {
-        "position_embedding": any_position,
-        "train_length": any_train_length,
-        "condition": "paper",
-    }
+    fields = {"position_embedding": "rope", "train_length": 128, "condition": "paper"}
     for word in words:
-        if word in POSITIONS:
-            fields["position_embedding"] = POSITIONS[word]
-        elif word.startswith("to "):
-            fields["train_length"] = int(word.removeprefix("to ").replace(",", ""))
+        fields["train_length"] = int(word.removeprefix("to "))
     condition, _, length = column.rpartition(", ")
     if condition:
         fields["condition"] = CONDITIONS[condition]
@@ -121,50 +102,30 @@ def setting_of(row, column, measured):
 @pytest.mark.parametrize("task", LENGTH_TABLES)
 def test_every_accuracy_is_recomputed_from_the_lines(task):
     page = PAGE.read_text(encoding="utf-8")
-    title = task.replace("_", " ").capitalize()
+    title = f"{task.replace('_', ' ').capitalize()}**"
+    measured = accuracies(task)
     compared = set()
 
-    for is_main, name in ((True, f"{title}**"), (False, f"{title}, other prompts**")):
-        if f"\n**{name}" not in page:
-            continue
-        measured = {
-            setting: seeds
-            for setting, seeds in accuracies(task).items()
-            if (setting.condition == "paper") == is_main
-        }
-        most_seeds = max(len(seeds) for seeds in measured.values())
-        for row, cells in table(page, name).items():
+    for section in ("## Accuracy by length", "## Other prompts"):
+        shown = table(page.split(section)[1], title)
+        for row, cells in shown.items():
             if row in ("best shortcut", "guessing"):
                 continue
             for column, cell in cells.items():
-                setting = setting_of(row, column, measured)
+                setting = setting_of(row, column)
                 lines = list(measured.get(setting, {}).values())
-                expected = shown_mean(lines, most_seeds) if lines else {"\u2013"}
-                below = papers(task, setting) if is_main else ""
-                assert cell.removesuffix(below) in expected, setting
+                if not lines:
+                    assert cell == "\u2013"
+                    continue
+                below = papers(task, setting) if setting.condition == "paper" else ""
+                assert cell.removesuffix(below) in shown_mean(lines), setting
                 assert cell.endswith(below)
-                if lines:
-                    compared.add(setting)
+                compared.add(setting)
 
-    assert compared == accuracies(task).keys()
-    assert compared
-
-
-def test_perplexities_are_recomputed_from_the_lines():
-    plain = {
-        "metric": "perplexity",
-        "condition": "none",
-        "recipe": "small",
-        "position_embedding": "rope",
+    expected = {
+        setting
+        for setting in measured
+        if setting.condition == "paper" or setting.train_length == 128
     }
-    values_of: dict[str, list[float]] = defaultdict(list)
-    for line in results():
-        if plain.items() <= line.items() and line.get("text", "held_out") == "held_out":
-            values_of[line["model"]].append(line["value"])
-    assert values_of
-
-    page = PAGE.read_text(encoding="utf-8").split("## Perplexity")[1]
-
-    for model, values in values_of.items():
-        reach = stats.t.ppf(0.975, len(values) - 1) * stdev(values) / sqrt(len(values))
-        assert re.search(rf"\| {model}[^|]*\|.*{fmean(values):,.1f} \u00b1 {reach:,.1f}", page)
+    assert compared == expected
+    assert compared

@@ -3,23 +3,16 @@
 from math import exp, log, sqrt
 from statistics import fmean, stdev
 
-import pytest
 from markupsafe import Markup
 
-from metatokens.paper.report import figures
-from metatokens.paper.report.make_table import Cell, Table, make_table, models
-from metatokens.paper.report.tables import STEPS, Tables
-from metatokens.paper.report.text import Form
-from tests.paper.report.made_lines import (
-    accuracy,
-    recall,
-    shortcut,
-    wilson,
-)
+from metatokens.paper.report.make_table import Cell, Table, labelled, make_table, pivot
+from metatokens.paper.report.tables import Tables
+from metatokens.paper.report.text import FORMS, Form
+from tests.paper.report.made_lines import accuracy, recall, shortcut, wilson
 
-T_975 = {1: 12.706204736, 2: 4.302652730, 3: 3.182446305}  # by degrees of freedom
+T_975 = {2: 4.302652730, 3: 3.182446305}  # by degrees of freedom
 PARITY = {"task": "parity", "position_embedding": "rope", "train_length": 512}
-META = {"meta": {**PARITY, "model": "meta"}}
+META = {"meta": {**PARITY, "model": "meta", "metric": "exact_match"}}
 AT_512 = {"512": {"length": 512}}
 
 
@@ -28,6 +21,8 @@ def shown_mean(values, n=500):
     if len(values) == 1:
         low, high = wilson(values[0], n)
         return f"{100 * values[0]:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+    if len(values) == 2:
+        return f"{100 * fmean(values):.1f} ({', '.join(f'{100 * value:.1f}' for value in values)})"
     reach = T_975[len(values) - 1] * stdev(values) / sqrt(len(values))
     return f"{100 * fmean(values):.1f} \u00b1 {100 * reach:.1f}"
 
@@ -37,31 +32,34 @@ def runs(model, *values, **fields):
     return [accuracy(value, **tested, seed=seed) for seed, value in enumerate(values)]
 
 
-def test_a_cell_of_several_runs_and_of_one(read):
+def test_a_cell_of_several_runs_of_two_and_of_one(read):
     inputs = read([*runs("meta", 0.9, 0.8, 0.7), *runs("gpt2", 0.5), *runs("twin", 0.6, 0.6)])
     rows = {model: {**PARITY, "model": model} for model in ("meta", "gpt2", "twin", "pause")}
 
-    table = make_table(inputs, "Title", "model", rows, AT_512)
+    table = make_table(inputs.figures, rows, AT_512, title="Title", corner="model")
 
     assert table.rows == [
-        ("meta", shown_mean([0.9, 0.8, 0.7]), "50.0"),
-        ("gpt2", f"{shown_mean([0.5])} [1]", "50.0"),
-        ("twin", "60.0 \u00b1 0.0 [2]", "50.0"),
+        ("meta", shown_mean([0.9, 0.8, 0.7])),
+        ("gpt2", f"{shown_mean([0.5])} [1]"),
+        ("twin", "60.0 (60.0, 60.0)"),
+        ("guessing", "50.0"),
     ]
-    assert table.header == ("model", "512", "guessing")
+    assert table.header == ("model", "512")
     assert table.note == (
-        "Exactly right, in %: the mean \u00b1 its 95 % interval over 3 training runs (Student's t); [k]: k runs, and "
-        "of one run the interval over its prompts. n = 500 prompts a run."
+        "Exactly right, in %: the mean and its 95 % interval over 3 runs (Student's t); of two runs the mean and both; "
+        "one run with its 95 % interval over prompts; [k]: k runs. n = 500 prompts a run."
     )
 
 
 def test_each_run_is_shown_when_asked_for(read):
-    table = make_table(read(runs("meta", 0.9, 0.8)), "", "", META, AT_512, by_seed=True)
+    figures = read(runs("meta", 0.9, 0.8, 0.7)).figures
 
-    assert table.rows[0][1] == (shown_mean([0.9, 0.8]), "runs 90.0 80.0")
+    table = make_table(figures, META, AT_512, by_seed=True)
+
+    assert table.rows[0][1] == (shown_mean([0.9, 0.8, 0.7]), "runs 90.0 80.0 70.0")
 
 
-def test_the_best_shortcut_is_a_row_where_lengths_are_columns(read):
+def test_the_best_shortcut_is_a_row_where_columns_have_their_own_and_a_column_where_rows_have(read):
     inputs = read(
         [
             *runs("meta", 0.9),
@@ -71,22 +69,25 @@ def test_the_best_shortcut_is_a_row_where_lengths_are_columns(read):
             shortcut(0.52, "parity", 256),
         ]
     )
+    at_256 = {"256": {"length": 256}}
 
-    table = make_table(inputs, "", "", META, {"256": {"length": 256}} | AT_512)
+    table = make_table(inputs.figures, META, at_256 | AT_512)
+    turned = make_table(inputs.figures, at_256 | AT_512, META)
 
-    assert table.rows[1:] == [
-        ("best shortcut", "52.0", "60.0"),
-        ("guessing", "50.0", "50.0"),
-    ]
+    assert table.rows[1:] == [("best shortcut", "52.0", "60.0"), ("guessing", "50.0", "50.0")]
+    assert turned.header == ("", "meta", "best shortcut", "guessing")
+    floors = [row[2:] for row in turned.rows]
+    assert floors == [("52.0", "50.0"), ("60.0", "50.0")]
 
 
 def test_logarithms_are_shown_raised():
-    cell = Cell({0: log(100), 1: log(400)})
-    reach = T_975[1] * (log(400) - log(100)) / sqrt(2) / sqrt(2)
-    low, high = exp(log(200) - reach), exp(log(200) + reach)
+    cell = Cell({0: log(100), 1: log(400), 2: log(400)})
+    values = [log(100), log(400), log(400)]
+    reach = T_975[2] * stdev(values) / sqrt(3)
+    low, high = exp(fmean(values) - reach), exp(fmean(values) + reach)
 
-    assert cell.shown(STEPS) == f"200 ({low:,.0f} to {high:,.0f})"
-    assert cell.shown(Form("nats", digits=2)).startswith("5.30 \u00b1 ")
+    assert cell.shown(FORMS["steps"]) == f"{exp(fmean(values)):.0f} ({low:,.0f} to {high:,.0f})"
+    assert cell.shown(Form("nats", digits=2)).startswith("5.53 \u00b1 ")
 
 
 def test_how_soon_counts_runs_that_do_not_learn(read):
@@ -95,26 +96,23 @@ def test_how_soon_counts_runs_that_do_not_learn(read):
         recall(step, exact, seed=1) for step, exact in ((100, 0.5), (200, 0.95), (300, 0.8))
     ]
 
-    [(label, shown)] = Tables(read([accuracy(0.5)], curves=learns + falls_back)).sooner().rows
+    [table] = Tables(read([accuracy(0.5)], curves=learns + falls_back)).of("sooner")
 
+    [(label, shown)] = table.rows
     assert label == "meta"
-    assert shown[0].startswith(f"{sqrt(200 * 300):.0f} (")
-    assert shown[1:] == ("1 not learned",)
+    assert shown == (f"{sqrt(200 * 300):.0f} (200, 300)", "1 not learned")
 
 
 def test_rows_are_named_by_what_sets_them_apart(read):
     meta_twice = [*runs("meta", 0.9), *runs("meta", 0.9, train_length=128)]
     inputs = read([*meta_twice, *runs("gpt2", 0.9), *runs("a b", 0.1)])
+    figures = inputs.measured(task="parity")
 
-    named = models(inputs, metric="exact_match", task="parity")
+    named = labelled(figures, ["model", "position_embedding", "train_length"])
 
-    assert list(named) == [
-        "gpt2, to 512",
-        "meta, to 128",
-        "meta, to 512",
-        "a b, to 512",
-    ]
+    assert list(named) == ["gpt2, to 512", "meta, to 128", "meta, to 512", "a b, to 512"]
     assert named["meta, to 128"]["train_length"] == 128
+    assert pivot(figures, ["model"], ["train_length"]).header == ("", "to 128", "to 512")
 
 
 def test_a_table_in_markdown():
@@ -132,91 +130,62 @@ def test_a_table_in_markdown():
 
 
 def test_the_papers_figures_stand_below_ours(grid_inputs):
-    table = Tables(grid_inputs).papers(7)
+    [by_length, _] = Tables(grid_inputs).of("by_length")
 
-    rows = {label: cells for label, *cells in table.rows}
-    assert table.rows[0][0] == "gpt2, learned positions, to 128"
-    ours, papers = rows["meta, rotary positions, to 512"][0]
-    assert ours != "\u2013"
-    assert papers == "paper 100.0"
+    rows = {label: cells for label, *cells in by_length.rows}
+    assert rows["meta, rotary positions, to 512"][0][1] == "paper 100.0"
+
+
+def test_extended_windows_are_compared_at_the_papers_lengths(read):
+    extended = {"metric": "token_accuracy", "recipe": "small/yarn4", "train_length": 1024}
+    inputs = read([accuracy(0.9, **extended, length=1024)])
+
+    [table] = Tables(inputs).of("yarn")
+
+    assert (
+        table.rows[0][1][1] == "paper 90.2"
+    )  # trained to and tested at 4,096 of a window of 4,096
 
 
 def test_other_recipes_are_shown_next_to_the_recipe_taken(read):
     short = {"train_length": 128, "length": 128}
-    taken = [*runs("meta", 0.9, 0.8, **short), *runs("gpt2", 0.5, 0.7, **short)]
+    taken = [*runs("meta", 0.9, 0.8, 0.8, **short), *runs("gpt2", 0.5, 0.7, 0.7, **short)]
     twice_the_rate = runs("meta", 0.6, 0.4, **short, recipe="small/twice-rate")
 
-    table = Tables(read([*taken, *twice_the_rate])).other_recipes("parity")
+    [table] = Tables(read([*taken, *twice_the_rate])).of("other_recipes")
 
-    assert table.header[:3] == ("model", "as above", "twice the rate")
+    assert table.header == ("", "plain", "twice the rate")
     assert table.rows == [
-        ("gpt2", shown_mean([0.5, 0.7]), "\u2013", "50.0"),
-        ("meta", shown_mean([0.9, 0.8]), shown_mean([0.6, 0.4]), "50.0"),
+        ("gpt2", shown_mean([0.5, 0.7, 0.7]), "\u2013"),
+        ("meta", shown_mean([0.9, 0.8, 0.8]), shown_mean([0.6, 0.4])),
+        ("guessing", "50.0", "50.0"),
     ]
 
 
 def test_what_landmarks_hold_is_shown_with_what_is_kept_of_the_cache(read):
-    alone = {
-        "intervention": "landmarks_alone",
+    facts = {
         "task": "list_recall",
         "train_length": 128,
         "length": 128,
+        "condition": "facts_8",
+        "train_condition": "facts_8",
     }
-
-    def facts(number, variant=""):
-        name = f"facts_{number}"
-        recipe = f"small/{variant or name}"
-        return alone | {
-            "condition": name,
-            "train_condition": name,
-            "recipe": recipe,
-            "kv_kept": 0.2 / number,
-        }
-
-    in_sight = facts(8, "facts_8-in-sight")
+    alone = {"intervention": "landmarks_alone", "kv_kept": 0.025}
     inputs = read(
         [
-            *runs("pause", 0.9, 0.92, **facts(1)),
-            *runs("pause", 0.3, 0.32, **facts(8)),
-            *runs("meta", 0.9, 0.92, **facts(1)),
-            *runs("meta", 0.3, 0.32, **facts(8)),
-            *runs("meta", 0.4, 0.5, **in_sight),
-            *runs("meta", 0.95, 0.97, **in_sight | {"intervention": "", "kv_kept": None}),
-            *runs("meta", 0.1, 0.2, **alone, kv_kept=0.02),
+            *runs("pause", 0.3, **facts, **alone, recipe="small/facts_8"),
+            *runs("meta", 0.4, **facts, **alone, recipe="small/facts_8-in-sight"),
+            *runs("meta", 0.95, **facts, recipe="small/facts_8-in-sight"),
         ]
     )
 
-    table = Tables(inputs).held()
-    [axes] = figures.held(inputs).axes
+    [table] = Tables(inputs).of("facts")
 
-    assert table.header == ("", "pause", "meta", "guessing")
-    shown = {label: cells for label, *cells in table.rows}
-    trained_in_sight = "eight facts per landmark, trained with all text in sight"
-    assert shown == {
-        "List recall, 2.0 % of the KV": ["\u2013", shown_mean([0.1, 0.2]), "10.0"],
-        "one fact per landmark, 20.0 % of the KV": [
-            shown_mean([0.9, 0.92]),
-            shown_mean([0.9, 0.92]),
-            "10.0",
-        ],
-        "eight facts per landmark, 2.5 % of the KV": [
-            shown_mean([0.3, 0.32]),
-            shown_mean([0.3, 0.32]),
-            "10.0",
-        ],
-        f"{trained_in_sight}, tested likewise": [
-            "\u2013",
-            shown_mean([0.95, 0.97]),
-            "10.0",
-        ],
-        f"{trained_in_sight}, 2.5 % of the KV": [
-            "\u2013",
-            shown_mean([0.4, 0.5]),
-            "10.0",
-        ],
-    }
-    labels = [line.get_label() for line in axes.lines]
-    assert labels == ["pause", "meta"]
-    for line in axes.lines:
-        assert line.get_xdata() == pytest.approx([2.5, 20])
-        assert line.get_ydata() == pytest.approx([31, 91])
+    assert table.header == ("", "pause", "meta")
+    in_sight = "trained with the text in sight"
+    assert table.rows == [
+        ("text covered", (shown_mean([0.3]), "KV 2.5 %"), "\u2013"),
+        (in_sight, "\u2013", shown_mean([0.95])),
+        (f"{in_sight}, text covered", "\u2013", (shown_mean([0.4]), "KV 2.5 %")),
+        ("guessing", "10.0", "10.0"),
+    ]

@@ -6,8 +6,8 @@ have the fields of its row and of its column.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -15,19 +15,19 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtrit
 
-from metatokens.paper.frame import Inputs, select
+from metatokens.paper.frame import select
 from metatokens.paper.report.text import (
     NOT_RUN,
     PERCENT,
     PLUS_MINUS,
-    WORDS,
     Form,
     escape,
     listed,
     number,
+    order,
+    words,
 )
-from metatokens.paper.variants import COMPARED
-from metatokens.tasks import TASKS
+from metatokens.paper.rule import FEWEST_RUNS
 
 Fields = Mapping[str, Any]
 Selections = dict[str, Fields]
@@ -37,30 +37,8 @@ Text = str | tuple[str, ...]
 Row = tuple[Text, ...]
 
 SHORTCUT = "best shortcut"
-POSITIONS: dict[str, str] = WORDS["positions"]
 # A cell of a column of figures; settings have arrows.
 _FIGURE = re.compile(r"[+\u2212]?\d[^\u2192]*$|\u2013|$")
-_PROMPTS = ("task", "condition", "length")  # whose shortcuts are measured
-# The fields in which two figures of one model may differ, and the words for them in the label of a row.
-_APART = {
-    "position_embedding": "{}",
-    "variant": "{}",
-    "train_condition": "trained on {}",
-    "train_length": "to {:,.0f}",
-}
-_ORDER = (
-    *COMPARED,
-    *TASKS,
-    "paper",
-    "landmark",
-    "decoy",
-    "long_prompt",
-    "none",
-    "",
-    "no_pos",
-    "no_embed",
-    "neither",
-)
 
 
 @dataclass(frozen=True)
@@ -89,11 +67,8 @@ class Table:
 
 
 def _markdown_row(row: Row) -> str:
-    return f"| {' | '.join(map(_markdown_cell, row))} |\n"
-
-
-def _markdown_cell(text: Text) -> str:
-    return "<br>".join(str(escape(line)) for line in _lines_of(text))
+    cells = ["<br>".join(str(escape(line)) for line in _lines_of(text)) for text in row]
+    return f"| {' | '.join(cells)} |\n"
 
 
 def _lines_of(text: Text) -> tuple[str, ...]:
@@ -116,237 +91,161 @@ class Cell:
     @classmethod
     def of(cls, figures: pd.DataFrame) -> "Cell":
         """The cell of some figures; several of a seed, such as those of heads, are averaged."""
-        measured = figures[np.isfinite(figures["value"])]
+        columns = ["seed", "value", "low", "high", "n", "shortcut", "chance"]
+        measured = figures.reindex(columns=columns).dropna(subset=["value"])
         if measured.empty:
             return cls()
-        seeds = measured["seed"].to_numpy(int)
-        values = measured[["value", "low", "high"]].to_numpy(float)
-        means = {
-            int(seed): values[seeds == seed].mean(axis=0).tolist() for seed in np.unique(seeds)
-        }
-        _, low, high = next(iter(means.values()))
+        by_seed = measured.groupby("seed")[["value", "low", "high"]].mean()
         shortcut, chance = measured[["shortcut", "chance"]].iloc[0].tolist()
         return cls(
-            runs={seed: mean for seed, (mean, _, _) in means.items()},
-            ends=(low, high),
-            n=frozenset(map(int, measured["n"])),
+            runs={int(seed): float(value) for seed, value in by_seed["value"].items()},
+            ends=(by_seed["low"].iloc[0], by_seed["high"].iloc[0]),
+            n=frozenset(map(int, measured["n"].dropna())),
             floors=(shortcut, chance),
         )
 
     def estimate(self) -> tuple[float, float, float]:
-        """The mean over runs and its 95 % interval: Student's t over runs; of one run, that over its prompts."""
+        """The mean over runs and its 95 % interval: Student's t over runs; of one run, that over its prompts.
+
+        Two runs have no interval (NaN).
+        """
         values = np.array([*self.runs.values()])
         if len(values) == 1:
             return (float(values[0]), *self.ends)
-        with np.errstate(over="ignore", invalid="ignore"):
-            mean, spread = float(values.mean()), float(values.std(ddof=1))
+        mean = float(values.mean())
+        if len(values) < FEWEST_RUNS:
+            return mean, math.nan, math.nan
         quantile = float(stdtrit(len(values) - 1, 0.975))
-        reach = quantile * spread / math.sqrt(len(values))
+        reach = quantile * float(values.std(ddof=1)) / math.sqrt(len(values))
         return mean, mean - reach, mean + reach
 
     def shown(self, form: Form, runs_of_others: int = 0) -> str:
-        """`92.7 ± 2.6`, or of one run `92.7 (90.1 to 94.6)`; in brackets the number of runs, where others have more."""
+        """`92.7 ± 2.6`; of one run `92.7 (90.1 to 94.6)`, of two `92.7 (90.9, 94.5)`; the number of runs in brackets,
+        where others have more.
+        """
         if not self.runs:
             return NOT_RUN
         mean, low, high = self.estimate()
         text = form(mean)
-        if len(self.runs) > 1 and not form.is_log:
+        if len(self.runs) == 2:
+            text += f" ({', '.join(map(form, self.runs.values()))})"
+        elif len(self.runs) > 1 and not form.is_log:
             text += f" {PLUS_MINUS} {form(high - mean)}"
         elif math.isfinite(high - low):
             text += f" ({form(low)} to {form(high)})"
-        if len(self.runs) < runs_of_others:
+        if len(self.runs) != 2 and len(self.runs) < runs_of_others:
             text += f" [{len(self.runs)}]"
         return text
 
 
-@dataclass(frozen=True)
-class _MeasuredRow:
-    """A row of a table: for each column what it selects, and the figure of that."""
+def pivot(
+    figures: pd.DataFrame, rows: Sequence[str], columns: Sequence[str], **options: Any
+) -> Table:
+    """The table of some figures, with a row and a column for each combination of values in these columns of the frame.
 
-    label: str
-    selections: Sequence[Fields]
-    cells: Sequence[Cell]
+    The other arguments are those of `make_table`.
+    """
+    return make_table(figures, labelled(figures, rows), labelled(figures, columns), **options)
 
-    @property
-    def prompts(self) -> list[tuple[Any, ...]]:
-        """For each column what decides the scores of the shortcuts."""
-        return [tuple(selection.get(key) for key in _PROMPTS) for selection in self.selections]
+
+def labelled(figures: pd.DataFrame, keys: Sequence[str]) -> Selections:
+    """The combinations of values in these columns, in order; the label says in what they differ."""
+    combinations = figures[[*keys]].drop_duplicates()
+    differing = [key for key in keys if combinations[key].nunique(dropna=False) > 1] or keys[:1]
+    rows = combinations.astype(object).where(combinations.notna(), None).to_dict("records")
+    by_label: Selections = {}
+    for row in sorted(rows, key=lambda row: [order(value) for value in row.values()]):
+        named = filter(None, (words(key, row[key]) for key in differing))
+        by_label[", ".join(named) or "plain"] = row
+    return by_label
 
 
 def make_table(
-    inputs: Inputs,
-    title: str,
-    corner: str,
+    figures: pd.DataFrame,
     rows: Mapping[str, Fields],
     columns: Mapping[str, Fields],
     *,
+    title: str = "",
+    corner: str = "",
     form: Form = PERCENT,
-    below: Callable[[Fields], Sequence[str]] = lambda fields: (),
+    below: Callable[[pd.DataFrame], Sequence[str]] = lambda of_cell: (),
     by_seed: bool = False,
-    whole: bool = False,
 ) -> Table:
     """The table of the figures that have a row's and a column's fields: means, intervals, numbers of runs, and n.
 
-    The scores of the best shortcut and of chance form a further column if all cells of a row have the same prompts, and
-    a further row if all cells of a column do.
+    The scores of the best shortcut and of chance form further rows if they are the same in all cells of a column, and
+    otherwise further columns if they are the same in all cells of a row. A row without a figure is left out.
 
     Args:
-        inputs: the figures.
-        title, corner: of the table, and of its first column.
+        figures: those to select from.
         rows, columns: by label.
+        title, corner: of the table, and of its first column.
         form: how the figures read.
-        below: the lines that are added below a figure, from the fields of its cell, such as the paper's figure.
+        below: the lines that are added below a figure, from the rows of its cell, such as the paper's figure.
         by_seed: whether each run's figure is added too.
-        whole: whether rows without a figure are kept.
     """
-    measured = _measured_rows(inputs, rows, columns)
-    if not whole:
-        measured = [row for row in measured if any(cell.runs for cell in row.cells)]
-    cells = list(chain.from_iterable(row.cells for row in measured))
-    runs = max((len(cell.runs) for cell in cells), default=0)
+    selected = {
+        label: [select(figures, **{**row, **column}) for column in columns.values()]
+        for label, row in rows.items()
+    }
+    cells = {label: list(map(Cell.of, of_row)) for label, of_row in selected.items()}
+    cells = {label: of_row for label, of_row in cells.items() if any(cell.runs for cell in of_row)}
+    all_cells = list(chain.from_iterable(cells.values()))
+    runs = max((len(cell.runs) for cell in all_cells), default=0)
 
-    def text(cell: Cell, selection: Fields) -> Text:
-        lines = [cell.shown(form, runs), *below(selection)]
-        if by_seed and runs > 1 and cell.runs:
+    def text(cell: Cell, of_cell: pd.DataFrame) -> Text:
+        if not cell.runs:
+            return NOT_RUN
+        lines = [cell.shown(form, runs), *below(of_cell)]
+        if by_seed and len(cell.runs) > 2:
             lines.append(f"runs {' '.join(map(form, cell.runs.values()))}")
         return lines[0] if len(lines) == 1 else tuple(lines)
 
     header = [corner, *columns]
     body: list[list[Text]] = [
-        [row.label, *map(text, row.cells, row.selections)] for row in measured
+        [label, *map(text, of_row, selected[label])] for label, of_row in cells.items()
     ]
-    if form.chance and measured:
-        _add_floors(header, body, measured, form)
-    return Table(title, tuple(header), list(map(tuple, body)), _note(form, cells))
+    if form.chance and body:
+        floors = np.array([[cell.floors for cell in of_row] for of_row in cells.values()])
+        _add_floors(header, body, floors, form)
+    return Table(title, tuple(header), list(map(tuple, body)), _note(form, all_cells))
 
 
-def _measured_rows(
-    inputs: Inputs, rows: Mapping[str, Fields], columns: Mapping[str, Fields]
-) -> list[_MeasuredRow]:
-    """The rows; their figures are looked for among those that have what all selections have in common."""
-    selections = {
-        label: [{**row, **column} for column in columns.values()] for label, row in rows.items()
-    }
-    common = _common_fields(
-        [{"metric": "exact_match", **cell} for cell in chain.from_iterable(selections.values())]
-    )
-    candidates = replace(inputs, figures=select(inputs.figures, **common))
-    measured = []
-    for label, of_row in selections.items():
-        cells = [Cell.of(candidates.select(**selection)) for selection in of_row]
-        measured.append(_MeasuredRow(label, of_row, cells))
-    return measured
-
-
-def _common_fields(selections: Sequence[Fields]) -> Fields:
-    if not selections:
-        return {}
-    first, *others = selections
-    common = {}
-    for key, value in first.items():
-        if all(key in selection and selection[key] == value for selection in others):
-            common[key] = value
-    return common
-
-
-def _add_floors(
-    header: list[str], body: list[list[Text]], rows: Sequence[_MeasuredRow], form: Form
-) -> None:
-    """Add the scores of the best shortcut and of chance: columns if all cells of a row have the same prompts, or rows
-    if all cells of a column do.
-    """
-    is_of_row = all(len(set(row.prompts)) == 1 for row in rows)
-    is_of_column = all(row.prompts == rows[0].prompts for row in rows)
-    floors = np.array([[cell.floors for cell in row.cells] for row in rows])  # (rows, columns, 2)
-    for name, scores in zip((SHORTCUT, form.chance), np.moveaxis(floors, -1, 0), strict=True):
-        if not np.isfinite(scores).any():
+def _add_floors(header: list[str], body: list[list[Text]], floors: np.ndarray, form: Form) -> None:
+    """Add the scores of the best shortcut and of chance, an array (rows, columns, 2); see `make_table`."""
+    lowest = np.where(np.isnan(floors), np.inf, floors)
+    highest = np.where(np.isnan(floors), -np.inf, floors)
+    is_of_column, is_of_row = ((lowest.min(axis) >= highest.max(axis)).all() for axis in range(2))
+    for kind, label in enumerate((SHORTCUT, form.chance)):
+        if np.isnan(floors[..., kind]).all() or not (is_of_column or is_of_row):
             continue
-        if is_of_row:
-            header.append(name)
-            for texts, scores_of_row in zip(body, scores, strict=True):
-                texts.append(_floor(form, scores_of_row))
-        elif is_of_column:
-            body.append([name, *(_floor(form, scores_of_column) for scores_of_column in scores.T)])
-
-
-def _floor(form: Form, scores: np.ndarray) -> str:
-    if not np.isfinite(scores).any():
-        return NOT_RUN
-    return form(float(np.nanmax(scores)))
+        scores = highest[..., kind].max(axis=0 if is_of_column else 1)
+        texts = [form(score) if np.isfinite(score) else NOT_RUN for score in scores]
+        if is_of_column:
+            body.append([label, *texts])
+        else:
+            header.append(label)
+            for row, text in zip(body, texts, strict=True):
+                row.append(text)
 
 
 def _note(form: Form, cells: Sequence[Cell]) -> str:
     """The note below a table: it explains the figure, its interval, the runs, and n."""
-    runs = sorted({len(cell.runs) for cell in cells if cell.runs})
+    runs = {len(cell.runs) for cell in cells if cell.runs}
     if not runs:
         return "Not run."
-    interval = f"95 % interval over {runs[-1]} training runs (Student's t)"
-    if runs[-1] == 1:
-        figure = "of one run (95 % interval over its prompts)"
-    elif form.is_log:
-        figure = f"the geometric mean ({interval})"
-    else:
-        figure = f"the mean {PLUS_MINUS} its {interval}"
+    what = "geometric mean" if form.is_log else "mean"
+    explained = []
+    if max(runs) >= FEWEST_RUNS:
+        explained.append(f"the {what} and its 95 % interval over {max(runs)} runs (Student's t)")
+    if 2 in runs:
+        explained.append(f"of two runs the {what} and both")
+    if 1 in runs:
+        explained.append("one run with its 95 % interval over prompts")
     if len(runs) > 1:
-        figure += "; [k]: k runs"
-        if runs[0] == 1:
-            figure += ", and of one run the interval over its prompts"
+        explained.append("[k]: k runs")
     n = sorted(frozenset[int]().union(*(cell.n for cell in cells)))
     counts = f"{number(n[0])} to {number(n[-1])}"
     if len(n) < 4:
         counts = listed(list(map(number, reversed(n))), "or")
-    return f"{form.what}: {figure}. n = {counts} {form.counted} a run."
-
-
-def models(inputs: Inputs, **where: Any) -> Selections:
-    """A row for each model that has such figures, and for whatever else sets two figures of a model apart.
-
-    Returns:
-        The fields by label: `meta`, or `meta, learned positions, to 512`.
-    """
-    settings = inputs.measured(**where)[["model", *_APART]].drop_duplicates()
-    differing = [column for column in _APART if settings[column].nunique(dropna=False) > 1]
-    by_label: Selections = {}
-    for row in sorted(plain_rows(settings), key=_order_of_model):
-        words = [_words(column, row[column]) for column in differing if row[column]]
-        by_label[", ".join([row["model"], *words])] = {**where, **row}
-    return by_label
-
-
-def _order_of_model(row: Fields) -> tuple[Any, ...]:
-    position = _index(row["position_embedding"], [*POSITIONS])
-    return position, *order(row["model"]), row["train_length"] or 0, row["variant"]
-
-
-def _words(column: str, value: Any) -> str:
-    if column == "position_embedding":
-        return POSITIONS.get(value, value)
-    return _APART[column].format(value)
-
-
-def plain_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows of a frame, with values as selections have them."""
-    return [{key: plain(value) for key, value in row.items()} for row in frame.to_dict("records")]
-
-
-def plain(value: Any) -> Any:
-    """A value of a frame as selections have it: NaN as None, a whole number as one."""
-    if not isinstance(value, float):
-        return value
-    if math.isnan(value):
-        return None
-    return int(value) if value.is_integer() else value
-
-
-def in_order(names: Iterable[str]) -> list[str]:
-    """Models, tasks or conditions, each once: those of the project first, in their order."""
-    return sorted(set(names), key=order)
-
-
-def order(name: str) -> tuple[int, str]:
-    """The key by which `in_order` sorts."""
-    return _index(name, _ORDER), name
-
-
-def _index(name: str, names: Sequence[str]) -> int:
-    return names.index(name) if name in names else len(names)
+    return f"{form.what}: {'; '.join(explained)}. n = {counts} {form.counted} a run."

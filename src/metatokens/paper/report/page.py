@@ -1,4 +1,4 @@
-"""The report: a Markdown page that a template makes, its tables in full next to it, and both as HTML in one frame."""
+"""The report: a Markdown page, its tables in full next to it, and both as HTML in one frame."""
 
 import base64
 import html
@@ -16,31 +16,24 @@ from markdown_it import MarkdownIt
 from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
 from markupsafe import Markup
-from matplotlib.figure import Figure
 
 from metatokens.errors import UserError
 from metatokens.files import write_whole
-from metatokens.looking.style import PAGE, PHONE, png
-from metatokens.paper.claims import ClaimResult, claims, judge
-from metatokens.paper.frame import SPEEDS, Inputs, load
+from metatokens.looking.style import png
+from metatokens.paper.claims import claims, judge
+from metatokens.paper.frame import PRESETS, SPEEDS, Inputs, load
 from metatokens.paper.report import covered, figures, overview
-from metatokens.paper.report.tables import Tables, papers_ratio
-from metatokens.paper.report.text import (
-    PERCENT,
-    TOKENS_RIGHT,
-    duration,
-    escape,
-    listed,
-    name,
-    number,
-)
+from metatokens.paper.report.paper_numbers import paper_table
+from metatokens.paper.report.tables import Tables
+from metatokens.paper.report.text import CONTENT, duration, escape, number, words
 
 SIGNATURE = "metatokens report"  # in every page; a page without it is never overwritten
 # The pages in Markdown, and the HTML that is made from each.
 _PAGES = {"report.md": "index.html", "tables.md": "tables.html"}
+_NO_SECTION = {"text": "", "figures": (), "tables": (), "special": ""}
 
-Pictures = dict[str, tuple[bytes, bytes]]
-"""By name, for a page and for a phone."""
+Pictures = dict[str, bytes]
+"""PNG files, by name."""
 
 
 def write_report(
@@ -67,9 +60,7 @@ def write_report(
     texts = _markdown(inputs, out, pictures)
     pages = {out / _PAGES[page]: _html(text, pictures).encode() for page, text in texts.items()}
     pages |= {out / page: text.encode() for page, text in texts.items()}
-    drawn = {
-        out / "figures" / f"{picture}.png": for_page for picture, (for_page, _) in pictures.items()
-    }
+    drawn = {out / "figures" / f"{name}.png": picture for name, picture in pictures.items()}
     _refuse_to_replace(pages, drawn)
     try:
         (out / "figures").mkdir(parents=True, exist_ok=True)
@@ -97,14 +88,15 @@ def _refuse_to_replace(pages: Iterable[Path], pictures: Iterable[Path]) -> None:
 
 def _markdown(inputs: Inputs, out: Path, pictures: Pictures) -> dict[str, str]:
     """The pages in Markdown; their pictures are drawn into `pictures`."""
+    results = [judge(inputs, claim) for claim in claims()]
 
-    def picture(draw: Callable[..., Figure], data: Any, alt: str) -> Markup:
-        drawn = draw(data, PAGE)
+    def picture(name: str) -> Markup:
+        measured = results if name == "claims" else tables
+        drawn = getattr(figures, name)(measured)
         if not drawn.axes:  # nothing was measured
             return Markup("")
-        file = draw.__name__.removesuffix("_plot")
-        pictures[file] = png(drawn), png(draw(data, PHONE))
-        return Markup(f"![{escape(alt)}](figures/{file}.png)")
+        pictures[name] = png(drawn)
+        return Markup(f"![{escape(CONTENT['alternatives'][name])}](figures/{name}.png)")
 
     # Every value is escaped where it is printed, except for what a template marks as markup.
     environment = _environment(finalize=escape)
@@ -112,50 +104,43 @@ def _markdown(inputs: Inputs, out: Path, pictures: Pictures) -> dict[str, str]:
         "markdown": lambda table: Markup(table.markdown()),
         "href": lambda page: Markup(quote_url(os.path.relpath(page, out))),
         "html": lambda text: Markup(html.escape(text, quote=False).replace("\n", "&#10;")),
-        "inline": lambda text: Markup(html.escape(" ".join(text.split()), quote=False)),
     }
-    content = _content(inputs) | {"picture": picture}
+    content = _content(inputs) | {"picture": picture, "results": results}
+    has_intervals = any(math.isfinite(result.effect.low) for result in results)
+    content["has_intervals"] = has_intervals
+    content["needed"] |= {"claims": has_intervals, "evidence": has_intervals}
     texts = {}
     for page in _PAGES:
         tables = Tables(inputs, by_seed=page == "tables.md")
-        text = environment.get_template(f"{page}.j2").render(content, tables=tables)
+        sections = [_NO_SECTION | section for section in CONTENT["pages"][page]]
+        content |= {"page": page, "sections": sections, "tables": tables}
+        text = environment.get_template("page.md.j2").render(content)
         texts[page] = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
     return texts
 
 
 def _content(inputs: Inputs) -> dict[str, Any]:
-    """What the templates speak of."""
-    results = [judge(inputs, claim) for claim in claims()]
-    questions: dict[str, list[ClaimResult]] = {}
-    for result in results:
-        questions.setdefault(result.claim.question, []).append(result)
-    runs = inputs.read.runs
-    dates = [line.created for line in inputs.read.results]
-    dates += [run.finished or run.created for run in runs]
-    presets = [run.preset for run in runs]
-    for line in inputs.read.results:  # of a run under way, which has no run.json
-        preset, _, _ = (line.recipe or "").partition("/")
-        presets.append(preset)
+    """What the template speaks of."""
+    read = inputs.read
+    preset = (read.results[0].recipe or "").partition("/")[0]
+    models: dict[str, list[Any]] = {}
+    for run in read.runs:
+        for name, info in run.models.items():
+            models.setdefault(re.sub(r"-seed\d+", "", name), []).append(info)
+    dates = [line.created for line in read.results]
+    dates += [run.finished or run.created for run in read.runs]
+    speeds = [timing for timing in read.timings if timing.benchmark in SPEEDS]
     return {
         "inputs": inputs,
-        "results": results,
-        "questions": questions,
-        "tested": [result for result in results if result.strata],
-        "has_intervals": any(math.isfinite(result.effect.low) for result in results),
+        "runs": read.runs,
+        "models": models,
         "created": max(filter(None, dates), default=""),
-        "preset": next(filter(None, presets), None),
-        "draw": figures,
+        "preset": preset if preset in PRESETS else "",
         "covered": covered,
         "overview": overview,
-        "tokens_right": TOKENS_RIGHT,
-        "speeds": SPEEDS,
-        "papers_ratio": papers_ratio,
-        "machines": sorted(
-            {
-                f"{timing.device}, {timing.threads} threads, {timing.dtype}"
-                for timing in inputs.read.timings
-            }
-        ),
+        "speeds": sorted(speeds, key=lambda timing: timing.benchmark),
+        "paper_table": paper_table,
+        "needed": {"timings": speeds, "examples": read.examples, "papers": inputs.preset},
     }
 
 
@@ -169,15 +154,8 @@ def _environment(**options: Any) -> Environment:
         **options,
     )
     environment.globals["signature"] = SIGNATURE
-    environment.filters |= {
-        "name": name,
-        "number": number,
-        "percent": PERCENT,
-        "duration": duration,
-        "listed": listed,
-    }
-    environment.filters["markup"] = Markup
-    environment.tests["finite"] = math.isfinite
+    environment.filters |= {"words": words, "number": number, "duration": duration}
+    environment.filters |= {"markup": Markup, "evidence": overview.evidence}
     return environment
 
 
@@ -203,10 +181,9 @@ class _Renderer(RendererHTML):
 
     def image(self, tokens: Sequence[Token], index: int, options: Any, pictures: Any) -> str:
         image = tokens[index]
-        name = Path(str(image.attrs["src"])).stem
-        for_page, for_phone = map(_data_url, pictures[name])
-        phone_source = f'<source media="(max-width: 40rem)" srcset="{for_phone}">'
-        return f'<picture>{phone_source}<img src="{for_page}" alt="{html.escape(image.content)}"></picture>'
+        data = base64.b64encode(pictures[Path(str(image.attrs["src"])).stem]).decode()
+        shown = f'<img src="data:image/png;base64,{data}" alt="{html.escape(image.content)}">'
+        return f'<span class="picture">{shown}</span>'
 
 
 def _html(markdown: str, pictures: Pictures) -> str:
@@ -220,11 +197,8 @@ def _html(markdown: str, pictures: Pictures) -> str:
     ]
     title = next(_text(token) for token in tokens if token.type == "inline")
     body = Markup(parser.renderer.render(tokens, parser.options, pictures))
-    return (
-        _environment()
-        .get_template("page.html.j2")
-        .render(title=title, headings=headings, body=body)
-    )
+    page = _environment().get_template("page.html.j2")
+    return page.render(title=title, headings=headings, body=body)
 
 
 def _text(heading: Token) -> str:
@@ -234,7 +208,3 @@ def _text(heading: Token) -> str:
 def _anchor(heading: Token) -> str:
     """The name of a heading in links."""
     return re.sub(r"\W+", "-", _text(heading).lower()).strip("-")
-
-
-def _data_url(picture: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(picture).decode()}"

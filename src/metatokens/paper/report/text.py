@@ -2,21 +2,27 @@
 
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import chain
 from math import exp
 from typing import Any
 
 import yaml
 from markupsafe import Markup
 
-_CONTENT: dict[str, dict[str, Any]] = yaml.safe_load(
-    files("metatokens.paper.report").joinpath("tables.yaml").read_text(encoding="utf-8")
+from metatokens.paper.variants import COMPARED
+from metatokens.tasks import TASKS
+
+CONTENT: dict[str, Any] = yaml.safe_load(
+    files("metatokens.paper.report").joinpath("content.yaml").read_text(encoding="utf-8")
 )
-WORDS, PAPER_TABLES, ROWS = _CONTENT["words"], _CONTENT["paper_tables"], _CONTENT["rows"]
+WORDS: dict[str, Any] = CONTENT["words"]
 NOT_RUN = "\u2013"
 MINUS, PLUS_MINUS = "\u2212", "\u00b1"
+_WORDS_BY_VALUE = [words for words in WORDS.values() if isinstance(words, dict)]
+_ORDER = [*COMPARED, *TASKS, *chain.from_iterable(_WORDS_BY_VALUE)]
 
 
 @dataclass(frozen=True)
@@ -40,8 +46,8 @@ class Form:
         return number(self.scale * (exp(value) if self.is_log else value), self.digits)
 
 
-PERCENT = Form("Exactly right, in %", 100.0, 1, chance="guessing")
-TOKENS_RIGHT = Form("Answer tokens right, in %", 100.0, 1, counted="answer tokens")
+FORMS: Mapping[str, Form] = {name: Form(**fields) for name, fields in CONTENT["forms"].items()}
+PERCENT = FORMS["percent"]
 
 
 def number(value: float, digits: int = 0, sign: str = "") -> str:
@@ -52,6 +58,23 @@ def number(value: float, digits: int = 0, sign: str = "") -> str:
 def name(value: str) -> str:
     """A task or condition as a reader sees it: `list_recall` is "List recall"."""
     return value.replace("_", " ").capitalize() or "No name"
+
+
+def words(column: str, value: Any) -> str:
+    """A value of a column of figures as a reader sees it, by `content.yaml`."""
+    read_as = WORDS.get(column, {})
+    if value is None:
+        return ""
+    if isinstance(read_as, str):
+        return read_as.format(value)
+    return str(read_as.get(value, str(value).replace(":", " ")))
+
+
+def order(value: Any) -> tuple[int, float, str]:
+    """A key to sort values by: numbers as they are, names of the project in its order, then other names."""
+    if value is None or isinstance(value, (int, float)):
+        return 0, value or 0, ""
+    return 1, _ORDER.index(value) if value in _ORDER else len(_ORDER), value
 
 
 def duration(seconds: float) -> str:
