@@ -285,9 +285,9 @@ def small_model(
             "num_attention_heads": 2,
             "initializer_range": 0.2,
         }
-        eos = small_store.manifest.eos_token_id
+        eos = small_store.tokenizer.eos_token_id
         ids = {
-            "meta_token_id": small_store.manifest.meta_token_id,
+            "meta_token_id": small_store.tokenizer.meta_token_id,
             "eos_token_id": eos,
             "bos_token_id": eos,
         }

@@ -87,14 +87,14 @@ def main(
         for line in ([*tokenize, tokens], [*f"{pretrain}2".split(), "--out", base]):
             measured(line, {})
         runs: dict[tuple[str, bool], list[list[float]]] = {}
-        turns = [(name, kept) for name in only or commands for kept in (True, False)]
-        for name, kept in track(
+        turns = [(name, keeping) for name in only or commands for keeping in (True, False)]
+        for name, keeping in track(
             [turn for _ in range(rounds) for turn in random.Random(0).sample(turns, len(turns))],
             "runs",
             console=Console(stderr=True),
         ):
-            runs.setdefault((name, kept), []).append(
-                measured(commands[name], {} if kept else PLAIN)
+            runs.setdefault((name, keeping), []).append(
+                measured(commands[name], {} if keeping else PLAIN)
             )
     # With torch, whose size each new process would begin with.
     from benchmarks.speed.speed import (
@@ -108,13 +108,13 @@ def main(
         table.add_column(heading, justify="right" if heading else "left")
     lines = []
     for name in only or commands:
-        kept, plain = (np.array(runs[name, one]) for one in (True, False))
+        keeping, plain = (np.array(runs[name, variant]) for variant in (True, False))
         row = []
         for index, figure in enumerate(FIGURES):
             low, ratio, high = np.quantile(
-                kept[:, index] / plain[:, index], (0.25, 0.5, 0.75)
+                keeping[:, index] / plain[:, index], (0.25, 0.5, 0.75)
             ).tolist()
-            medians = [float(np.median(one[:, index])) for one in (kept, plain)]
+            medians = [float(np.median(variant[:, index])) for variant in (keeping, plain)]
             row.append(
                 f"{medians[0]:,.1f} / {medians[1]:,.1f} = {ratio:.2f} ({low:.2f} to {high:.2f})"
             )

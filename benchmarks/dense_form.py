@@ -44,7 +44,7 @@ def retrofit(**sizes: Any) -> Pair:
     return base, model
 
 
-def own(**sizes: Any) -> Pair:
+def own_model(**sizes: Any) -> Pair:
     """The paper's model without its second attention, and with it."""
     plain, paper = (
         MetaGPT2Config.paper(second_attention=second, **sizes) for second in ("none", "meta")
@@ -64,10 +64,10 @@ def llama(
 
 SIZES: dict[str, Callable[[], Pair]] = {
     "tiny": lambda: llama(32, 1, 2, 1, 64, 64, tied=True),
-    "tiny GPT-2": lambda: own(hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
+    "tiny GPT-2": lambda: own_model(hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
     "Llama 5M": lambda: llama(256, 4, 4, 2, 688, 4096, tied=False),
     "SmolLM2 135M": lambda: llama(576, 30, 9, 3, 1536, 49152, tied=True),
-    "MetaGPT2 152M": own,
+    "MetaGPT2 152M": own_model,
 }
 
 
@@ -102,34 +102,34 @@ def units(base: Any, model: Any, length: int, new_tokens: int, device: str) -> d
     )
     mixed = text.clone()
     mixed[:, EVERY - 1 :: EVERY] = meta
-    found: dict[str, Unit] = {}
+    units_by_name: dict[str, Unit] = {}
 
     def add(
         name: str,
-        one: Any,
+        tested: Any,
         work: Callable[[], object],
         prepare: Callable[[], object] = lambda: None,
     ) -> None:
         def ready() -> None:
-            one.train("training" in name)
+            tested.train("training" in name)
             switch.is_dense = "dense" in name
             prepare()
 
-        found[name] = Unit(
+        units_by_name[name] = Unit(
             work=work,
             prepare=ready,
             text_tokens=length,
-            parameters=sum(p.numel() for p in one.parameters()),
+            parameters=sum(p.numel() for p in tested.parameters()),
         )
 
-    for form, one, ids in (
+    for form, tested, ids in (
         ("base", base, text),
         ("gathered", model, mixed),
         ("dense", model, mixed),
     ):
-        add(f"prefill, {form}", one, reading(one, ids))
-        add(f"training step, {form}", one, training(one, ids))
-    for form, one, ids in (
+        add(f"prefill, {form}", tested, reading(tested, ids))
+        add(f"training step, {form}", tested, training(tested, ids))
+    for form, tested, ids in (
         ("base", base, text),
         ("gathered", model, mixed),
         ("static base", base, text),
@@ -142,10 +142,12 @@ def units(base: Any, model: Any, length: int, new_tokens: int, device: str) -> d
         )
         add(
             f"decode, {form}",
-            one,
-            *decoding(one, ids, new_tokens, size, {} if one is base else {"meta_every": EVERY}),
+            tested,
+            *decoding(
+                tested, ids, new_tokens, size, {} if tested is base else {"meta_every": EVERY}
+            ),
         )
-    return found
+    return units_by_name
 
 
 def reading(model: Any, ids: Tensor) -> Callable[[], object]:
@@ -220,7 +222,7 @@ def main(
     lines = []
     for name in size or list(SIZES)[2:]:
         torch.manual_seed(0)
-        work = units(*(one.to(device) for one in SIZES[name]()), length, new_tokens, device)
+        work = units(*(tested.to(device) for tested in SIZES[name]()), length, new_tokens, device)
         progress = iter(track(range(1 + rounds), name, console=Console(stderr=True)))
         seconds = race(work, setting, partial(next, progress, None)).seconds
         for task in TASKS:

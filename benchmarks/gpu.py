@@ -45,7 +45,7 @@ def measurements(device: str) -> list[tuple[str, list[str]]]:
     shared_options += ["--dtype", "bfloat16" if is_gpu else "float32"]
     theirs = [*OURS, "transformers", "gpt2-learned"]
     batch = {short: "8" if is_gpu else "2", long: "1"}
-    found = []
+    runs_asked = []
     for length in (short, long):
         for compiled in ([], ["--compile"]) if is_gpu else ([],):
             name = f"train_{length}{'_compiled' if compiled else ''}"
@@ -57,15 +57,15 @@ def measurements(device: str) -> list[tuple[str, list[str]]]:
                 *contestants(theirs),
                 *compiled,
             ]
-            found.append((name, ["train", *shared_options, *sizes]))
+            runs_asked.append((name, ["train", *shared_options, *sizes]))
     for length in (short, long):
         decoding = [
             "--lengths",
             length,
             *contestants(["gpt2", "meta", "transformers", "gpt2-learned"]),
         ]
-        found.append((f"decode_{length}", ["decode", *shared_options, *decoding]))
-    return found
+        runs_asked.append((f"decode_{length}", ["decode", *shared_options, *decoding]))
+    return runs_asked
 
 
 def contestants(names: Sequence[str]) -> list[str]:
@@ -112,21 +112,21 @@ def main() -> int:
     parser.add_argument(
         "--minutes", type=float, default=8, help="no measurement starts later than this"
     )
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    end, console = time.monotonic() + 60 * given.minutes, Console(width=120)
-    name = torch.cuda.get_device_name() if given.device == "cuda" else "processor"
+    choices = parser.parse_args()
+    choices.out.mkdir(parents=True, exist_ok=True)
+    end, console = time.monotonic() + 60 * choices.minutes, Console(width=120)
+    name = torch.cuda.get_device_name() if choices.device == "cuda" else "processor"
     console.print(f"device: {name}, PyTorch {torch.__version__}")
-    environment = {**os.environ, "METATOKENS_DEVICE": given.device}
+    environment = {**os.environ, "METATOKENS_DEVICE": choices.device}
     tests = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", str(TESTS)], env=environment, check=False
     )
     files, left = [], []
-    for measured, arguments in measurements(given.device):
+    for measured, arguments in measurements(choices.device):
         if time.monotonic() > end:
             left.append(measured)
             continue
-        file = given.out / f"{measured}.jsonl"
+        file = choices.out / f"{measured}.jsonl"
         file.unlink(missing_ok=True)
         command = [sys.executable, "-m", "benchmarks.speed", *arguments, "--out", str(file)]
         try:

@@ -61,17 +61,17 @@ def main(
     mixed[:, EVERY - 1 :: EVERY] = META
     prompt = text[:, :PROMPT]
 
-    def reading(one: Any, ids: torch.Tensor) -> Callable[[], object]:
-        return lambda: one(input_ids=ids, use_cache=False)
+    def reading(tested: Any, ids: torch.Tensor) -> Callable[[], object]:
+        return lambda: tested(input_ids=ids, use_cache=False)
 
-    def generating(one: Any, **options: Any) -> Callable[[], object]:
+    def generating(tested: Any, **options: Any) -> Callable[[], object]:
         fixed = {
             "do_sample": False,
             "min_new_tokens": new_tokens,
             "max_new_tokens": new_tokens,
             "pad_token_id": 1,
         }
-        return lambda: one.generate(
+        return lambda: tested.generate(
             prompt, attention_mask=torch.ones_like(prompt), **fixed, **options
         )
 
@@ -83,7 +83,10 @@ def main(
         "generating": (generating(model), "base, generating"),
         "generating, meta_every=8": (generating(model, meta_every=EVERY), "base, generating"),
     }
-    sizes = {one: sum(parameter.numel() for parameter in one.parameters()) for one in (base, model)}
+    sizes = {
+        tested: sum(parameter.numel() for parameter in tested.parameters())
+        for tested in (base, model)
+    }
     units = {
         name: Unit(work=call, text_tokens=length, parameters=sizes[model])
         for name, (call, _) in work.items()

@@ -51,9 +51,9 @@ def generate(folder: Path, size: float) -> None:
 def memory(process: psutil.Process) -> float:
     """Megabytes of anonymous memory of a process and its children."""
     total = 0
-    for one in [process, *process.children(recursive=True)]:
+    for entry in [process, *process.children(recursive=True)]:
         try:
-            usage = one.memory_info()
+            usage = entry.memory_info()
         except psutil.NoSuchProcess:
             continue
         total += usage.rss - getattr(usage, "shared", 0)
@@ -87,9 +87,9 @@ def measure(corpus: str, tokenizer: str, out: Path, workers: int) -> None:
     assert running.returncode == 0
     took, cpu = time.monotonic() - began, cpu_of_children() - cpu
     counts = TokenStore.open(out).manifest.splits.values()
-    text, tokens = sum(one.characters for one in counts), sum(one.tokens for one in counts)
-    shards = sum(len(one.shards) for one in counts)
-    stored = sum(path.stat().st_size for path in out.rglob("*.arrow"))
+    text, tokens = sum(entry.characters for entry in counts), sum(entry.tokens for entry in counts)
+    shards = sum(len(entry.shards) for entry in counts)
+    stored = sum(path.stat().st_size for path in out.rglob("*.bin"))
     at, used = np.array(curve).T
     steady = (at > 0.2 * took) & (at < 0.95 * took)  # while every worker works
     slope, _ = np.polyfit(at[steady], used[steady], 1)

@@ -278,21 +278,6 @@ def test_rotary_positions_as_older_releases_wrote_them(kind, tmp_path):
 # --- folders of models
 
 
-def test_a_folder_without_a_model_names_the_nearest_ones_below(saved, tmp_path_factory):
-    run = tmp_path_factory.mktemp("run")
-    with pytest.raises(UserError, match=r"it has no config\.json\.$"):
-        load_model(run)
-    for name in ("models/deep", "64", "512", "128"):
-        shutil.copytree(saved, run / name)
-
-    with pytest.raises(UserError) as caught:
-        load_model(run)
-
-    assert str(caught.value).endswith(
-        f"no config.json; there are models in {run}/128, {run}/512, {run}/64."
-    )
-
-
 # --- complete or not
 
 

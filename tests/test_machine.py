@@ -3,11 +3,8 @@
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-
-from metatokens.paper.pools import _work
 
 # Page faults of eight buffers of 64 MiB, one after the other, behind what is given.
 PROGRAM = """
@@ -45,21 +42,6 @@ def glibc():
 @pytest.mark.parametrize("program", [KEEP, COMMAND], ids=["the function", "a command"])
 def test_freed_memory_is_handed_out_again(program):
     assert faults(program) < 100
-
-
-def work():
-    exec(PROGRAM.format(""), {})
-    _work(SimpleNamespace(carry_out=lambda stage, progress: None), None, None)
-    exec(PROGRAM.format(""), {})
-
-
-def test_a_worker_hands_it_out_again_too(forked):
-    status, output, _ = forked(work).wait()
-
-    before, after = map(int, output.split())
-    assert status == 0
-    assert before > 1000
-    assert after < 100
 
 
 @pytest.mark.parametrize(

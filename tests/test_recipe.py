@@ -1,18 +1,11 @@
 """Recipes: the bundled ones, overrides, and the messages about mistakes."""
 
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 import metatokens
-from metatokens import recipe, records
-from metatokens.cli import options
-from metatokens.data.insertion import PLACEMENTS
 from metatokens.errors import UserError
-from metatokens.model import configuration
-from metatokens.paper import choices
-from metatokens.paper.presets import PRESETS
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe
 from metatokens.tasks import TASKS
 
@@ -47,7 +40,7 @@ def test_bundled_recipes_are_of_their_kind(name):
         if kind is PACKAGED[name]:
             assert isinstance(load_recipe(kind, name), kind)
         else:
-            assert "is not a setting" in complaint(kind, name)
+            assert ": Extra inputs are not permitted" in complaint(kind, name)
 
 
 def test_a_bundled_recipe_is_read_by_its_name_or_its_file():
@@ -88,25 +81,13 @@ def test_the_papers_values():
     assert training.max_grad_norm == 1.0
 
 
-def test_the_papers_fine_tuning():
-    task = load_recipe(FinetuneRecipe, "paper_finetune").task
-
-    assert task.train_lengths == (128, 256, 512)
-    assert (task.examples, task.condition, task.loss_on) == (90_000, "paper", "answer")
-
-
 @pytest.mark.parametrize(
     ("override", "section", "key", "value"),
     [
         ("training.max_steps=60", "training", "max_steps", 60),
         ("training.learning_rate=1e-3", "training", "learning_rate", 0.001),
         ("training.bf16=true", "training", "bf16", True),
-        (
-            "training.report_to=wandb,tensorboard",
-            "training",
-            "report_to",
-            "wandb,tensorboard",
-        ),
+        ("training.report_to=all", "training", "report_to", "all"),
         ("training.decay_steps=null", "training", "decay_steps", None),
         ("data.tokens=a=b/c", "data", "tokens", Path("a=b/c")),
     ],
@@ -146,17 +127,20 @@ def test_an_override_may_open_a_section(tmp_path):
     [
         (
             "training.max_stepz=3",
-            "training.max_stepz is not a setting; allowed are max_steps, per_device",
+            "training.max_stepz: Extra inputs are not permitted",
         ),
         (
             "optimizer.name=adam",
-            "optimizer is not a setting; allowed are data, model, training.",
+            "optimizer: Extra inputs are not permitted",
         ),
         (
             "training.max_steps=many",
-            "training.max_steps is 'many': input should be a valid integer",
+            "training.max_steps: Input should be a valid integer",
         ),
-        ("training.text_sinks=2", "training.text_sinks needs training.text_window"),
+        (
+            "training.text_full_layers=[0]",
+            "training.text_full_layers needs training.text_window",
+        ),
         (
             "training.learning_rate=1e-9",
             "training.min_learning_rate is 0.0001, above training.learning_rate (1e-09)",
@@ -165,7 +149,7 @@ def test_an_override_may_open_a_section(tmp_path):
             "training.decay_steps=5",
             "training.decay_steps is 5, less than training.max_steps",
         ),
-        ("data.placement=every:0", "data.placement is 'every:0': give uniform, "),
+        ("data.placement=every:0", "'every:0' is no rule for landmarks: give line, "),
         (
             "training.max_steps",
             "--set 'training.max_steps' is not of the form section.key=value.",
@@ -178,18 +162,11 @@ def test_a_wrong_override_is_named_with_what_is_allowed(override, sentence):
     assert sentence in complaint(PretrainRecipe, "demo", override)
 
 
-def test_a_teacher_is_not_cut_up():
-    sentence = complaint(PretrainRecipe, "demo", "training.teacher=base", "training.fsdp=true")
-
-    assert "training.teacher" in sentence
-    assert "training.fsdp" in sentence
-
-
 @pytest.mark.parametrize(
     "other",
     [
         "task.question_sees=landmarks",
-        "task.stages=[{lists: [1, 2], items: [3, 4], max_steps: 5, inside_loss: 2.0}]",
+        "task.stages=[{lists: [1, 2], items: [3, 4], max_steps: 5, bracket_loss: 2.0}]",
     ],
 )
 def test_a_teacher_is_the_only_change_of_the_loss(other):
@@ -203,10 +180,10 @@ def test_a_teacher_is_the_only_change_of_the_loss(other):
     [
         ("", "must be a mapping of sections."),
         ("training: [1\nmodel: }", "cannot be read as YAML"),
-        ("model: {hidden_size: 8}\n", "training is missing."),
+        ("model: {hidden_size: 8}\n", "training: Field required."),
         (
             "training: {max_steps: 1, lr: 1}\n",
-            "training.lr is not a setting; allowed are max_steps",
+            "training.lr: Extra inputs are not permitted",
         ),
     ],
 )
@@ -229,12 +206,3 @@ def test_a_missing_recipe_lists_the_bundled_ones(source):
     )
 
 
-def test_the_choices_are_those_of_the_code():
-    assert set(get_args(recipe.Placement)) == PLACEMENTS.keys()
-    assert set(get_args(choices.PresetName)) == PRESETS.keys()
-    assert get_args(recipe.PositionEmbedding) == get_args(configuration.PositionEmbedding)
-    assert get_args(recipe.SecondAttention) == get_args(configuration.SecondAttention)
-    analyses = {name.replace("-", "_") for name in get_args(options.AnalysisName)}
-    assert analyses == set(get_args(records.Analysis))
-    condition = FinetuneRecipe.model_fields["task"].annotation.model_fields["condition"].annotation
-    assert {*get_args(condition), "long_prompt"} == set(get_args(recipe.Condition))

@@ -3,13 +3,9 @@
 import base64
 import gzip
 import json
-import platform
-from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import pytest
-import torch
-import transformers
 
 from metatokens.errors import UserError
 from metatokens.files import append_lines
@@ -20,7 +16,6 @@ from metatokens.records import (
     pack_hits,
     read_lines,
     read_record,
-    stamped,
     unpack_hits,
 )
 
@@ -67,13 +62,6 @@ def test_records_survive_the_trip_through_files(tmp_path):
     assert read_lines(tmp_path / "b.jsonl", Measurement) == [INNER]
 
 
-def test_a_compressed_file_is_read_as_such(tmp_path):
-    lines = f"{EXACT.line()}\n{NOTHING.line()}\n"
-    (tmp_path / "a").write_bytes(gzip.compress(lines.encode()))
-
-    assert read_lines(tmp_path / "a", Result) == [EXACT, NOTHING]
-
-
 def test_what_does_not_apply_is_left_out():
     assert json.loads(NOTHING.line()) == {
         "model": "gpt2",
@@ -81,20 +69,6 @@ def test_what_does_not_apply_is_left_out():
         "n": 0,
         "seed": 1,
     }
-
-
-def test_figures_by_themselves_say_what_made_them_and_when():
-    [record] = stamped([NOTHING])
-
-    written = json.loads(record.line())
-    age = datetime.now(UTC) - datetime.fromisoformat(written["created"])
-    assert written["versions"] == {
-        "python": platform.python_version(),
-        "metatokens": "0.1.0",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    assert timedelta(0) <= age < timedelta(hours=1)
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,6 @@ def waiting_share(tokenizer: PreTrainedTokenizerBase, *, steps: int = 100, round
     collator = Collator(
         pad_token_id=tokenizer.eos_token_id,
         meta_token_id=meta_token_id(tokenizer),
-        loss_on="answer",
     )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -25,8 +25,8 @@ def test_it_writes_a_line_for_each_figure(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [
-        json.loads(one)
-        for one in (tmp_path / "lines.jsonl").read_text(encoding="utf-8").splitlines()
+        json.loads(line)
+        for line in (tmp_path / "lines.jsonl").read_text(encoding="utf-8").splitlines()
     ]
-    assert [one["figure"] for one in lines] == ["user", "system", "wall", "peak"]
-    assert all(one["kept"] > 0 and one["plain"] > 0 for one in lines)
+    assert [line["figure"] for line in lines] == ["user", "system", "wall", "peak"]
+    assert all(line["kept"] > 0 and line["plain"] > 0 for line in lines)

@@ -211,10 +211,10 @@ def test_decoding_reads_the_weights_it_runs_and_the_cache_it_sees(
         "context": 19,
         "context_meta": int((ids[0] == META).sum()),
     }
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "new_tokens": 8,
         "meta_every": meta_every,
         "item_size": 4,
         "dense": name == "dense",
     }
-    assert decode_bytes(model.config, **prompt, **how) == 4 * read
+    assert decode_bytes(model.config, **prompt, **options) == 4 * read

@@ -19,8 +19,8 @@ TINY = ("tiny", "tiny GPT-2")
 def test_each_unit_runs_the_form_that_it_names(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     base, model = SIZES[size]()
     calls = []
-    own = MetaAttention._dense
-    monkeypatch.setattr(MetaAttention, "_dense", lambda *args: calls.append(1) or own(*args))
+    ours = MetaAttention._dense
+    monkeypatch.setattr(MetaAttention, "_dense", lambda *args: calls.append(1) or ours(*args))
     for name, unit in units(base, model, 32, 9, "cpu").items():
         calls.clear()
         unit.prepare()
@@ -67,9 +67,9 @@ def test_it_writes_a_line_for_each_comparison(tmp_path: Path) -> None:
     done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [
-        json.loads(one)
-        for one in (tmp_path / "lines.jsonl").read_text(encoding="utf-8").splitlines()
+        json.loads(line)
+        for line in (tmp_path / "lines.jsonl").read_text(encoding="utf-8").splitlines()
     ]
-    assert {one["task"] for one in lines} == set(TASKS)
+    assert {line["task"] for line in lines} == set(TASKS)
     assert len(lines) == 9
-    assert all(one["ratio"] > 0 and one["n"] == 2 for one in lines)
+    assert all(line["ratio"] > 0 and line["n"] == 2 for line in lines)

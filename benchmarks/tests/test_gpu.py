@@ -27,11 +27,11 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_it_measures_what_it_names(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    [(name, arguments)] = [one for one in script.measurements("cpu") if one[0] == "train_64"]
+    [(name, arguments)] = [line for line in script.measurements("cpu") if line[0] == "train_64"]
     monkeypatch.setattr(gpu, "measurements", lambda device: [(name, [*arguments, "--no-memory"])])
     assert script.main() == 0
     train = read_lines(tmp_path / "out" / f"{name}.jsonl", Timing)
-    assert {one.model for one in train} == {
+    assert {line.model for line in train} == {
         "gpt2",
         "pause",
         "meta",
@@ -78,8 +78,14 @@ def test_every_gpu_measurement_is_a_command(script: Any) -> None:
     from typer.main import get_command
 
     benchmark = get_command(app)
-    found = script.measurements("cuda")
-    assert len({name for name, _ in found}) == len(found) == 6
-    for _, arguments in found:
-        given = benchmark.make_context("benchmark", list(arguments), resilient_parsing=True).params
-        assert (given["device"], given["shape"], given["dtype"]) == ("cuda", "paper", "bfloat16")
+    asked = script.measurements("cuda")
+    assert len({name for name, _ in asked}) == len(asked) == 6
+    for _, arguments in asked:
+        choices = benchmark.make_context(
+            "benchmark", list(arguments), resilient_parsing=True
+        ).params
+        assert (choices["device"], choices["shape"], choices["dtype"]) == (
+            "cuda",
+            "paper",
+            "bfloat16",
+        )

@@ -30,10 +30,10 @@ def test_it_writes_a_line_for_each_comparison(tmp_path: Path) -> None:
     done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [
-        json.loads(one)
-        for one in (tmp_path / "lines.jsonl").read_text(encoding="utf-8").splitlines()
+        json.loads(line)
+        for line in (tmp_path / "lines.jsonl").read_text(encoding="utf-8").splitlines()
     ]
-    assert {(one["measured"], one["against"]) for one in lines} == {
+    assert {(line["measured"], line["against"]) for line in lines} == {
         ("reading text", "base, reading"),
         ("reading, 1/8 meta-tokens", "base, reading"),
         ("generating", "base, generating"),
@@ -41,6 +41,6 @@ def test_it_writes_a_line_for_each_comparison(tmp_path: Path) -> None:
     }
     # More is added to a tiny model than it had: 8 heads of 64 at a width of 64.
     assert all(
-        one["parameters"] - one["base_parameters"] == 4 * 64 * 512 + 64 + 64 for one in lines
+        line["parameters"] - line["base_parameters"] == 4 * 64 * 512 + 64 + 64 for line in lines
     )
-    assert all(one["ratio"] > 0 and one["n"] == 2 for one in lines)
+    assert all(line["ratio"] > 0 and line["n"] == 2 for line in lines)

@@ -180,13 +180,13 @@ def test_timings_are_the_rounds_summarised(trained: list[Timing]) -> None:
         trained[start:end] for start, end in zip(starts, [*starts[1:], len(trained)], strict=True)
     ]
     for timing, by_name in (
-        (one, {other.model: other for other in heat}) for heat in heats for one in heat
+        (line, {other.model: other for other in heat}) for heat in heats for line in heat
     ):
         quartiles = statistics.quantiles(timing.rounds, n=4, method="inclusive")
         assert [timing.low, timing.seconds, timing.high] == pytest.approx(quartiles)
         pairs = zip(timing.rounds, by_name[timing.against].rounds, strict=True)
         ratios = statistics.quantiles(
-            [own / other for own, other in pairs], n=4, method="inclusive"
+            [ours / other for ours, other in pairs], n=4, method="inclusive"
         )
         assert [timing.ratio_low, timing.ratio, timing.ratio_high] == pytest.approx(ratios)
         assert timing.n == len(timing.rounds) == 2
@@ -269,13 +269,13 @@ def test_the_command_prints_timings_and_draws_them(
     status, output, error = metatokens(f"{line} --figure {tmp_path}/ratios.png --json", app)
     assert status == 0
     timings = [Timing.model_validate_json(line) for line in output.splitlines()]
-    assert [(one.model, one.against) for one in timings] == [
+    assert [(line.model, line.against) for line in timings] == [
         ("pause", "pause"),
         ("meta", "pause"),
         ("gpt2", "gpt2"),
         ("meta", "gpt2"),
     ]
-    assert all(len(one.rounds) == one.n == 2 and one.seconds > 0 for one in timings)
+    assert all(len(line.rounds) == line.n == 2 and line.seconds > 0 for line in timings)
     assert "meta / gpt2" in error
     assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
 

@@ -232,7 +232,6 @@ class Run:
             text_full_layers=list(arm.full) or None,
             teacher="base" if arm.teacher else None,
             lora_rank=16,
-            keep_adapter=True,
         )
         sizes = {
             "steps": arm.steps,

@@ -1,7 +1,9 @@
 """The one exception that means "the user's input was wrong"."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class UserError(ValueError):
@@ -16,6 +18,10 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300].rstrip(".")
 
 
-def broken_rule(error: Mapping[str, Any]) -> str:
-    """The message of one of pydantic's errors, without its prefix and its full stop."""
-    return error["msg"].removeprefix("Value error, ").rstrip(".")
+def broken_rule(error: "ValidationError") -> str:
+    """The first complaint of a pydantic error, to end a sentence with: the field and the rule."""
+    first = error.errors()[0]
+    rule = first["msg"].removeprefix("Value error, ").rstrip(".")
+    field = " ".join(".".join(map(str, first["loc"])).split())
+    # The package's own rules name their fields.
+    return rule if first["type"] == "value_error" else f"{field}: {rule}"

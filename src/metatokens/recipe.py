@@ -8,7 +8,7 @@ import copy
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -40,17 +40,17 @@ _APART = 2**32  # between the indices of two phases' examples; no phase has as m
 _PACKAGED = files("metatokens") / "recipes"
 
 
-def landmark_rule(
-    rule: str, name: str = "the rule for landmarks", others: Sequence[str] = ()
-) -> str:
-    """Return `rule` if it is a rule for landmarks or one of the others; refuse it, by that name, if it is not."""
-    if rule in others or re.fullmatch("line|paragraph|sentence|every:[1-9][0-9]{0,5}", str(rule)):
+def landmark_rule(rule: str) -> str:
+    """Return `rule` if it is a rule for landmarks, and refuse it if it is not."""
+    if re.fullmatch("line|paragraph|sentence|every:[1-9][0-9]{0,5}", rule):
         return rule
-    names = ", ".join((*others, "line", "paragraph", "sentence"))
-    raise UserError(f"{name} is {rule!r}: give {names} or every:N, such as every:10.")
+    raise UserError(
+        f"{rule!r} is no rule for landmarks: give line, paragraph, sentence or every:N, such as every:10."
+    )
 
 
-_placement = partial(landmark_rule, name="data.placement", others=get_args(Placement))
+def _placement(name: str) -> str:
+    return name if name in get_args(Placement) else landmark_rule(name)
 
 
 def _ascending(ends: tuple[int, int]) -> tuple[int, int]:
@@ -111,6 +111,7 @@ class TrainerSettings(_Settings):
     bf16: bool = False
     torch_compile: bool = False
     dataloader_num_workers: AtLeastZero = 0
+    report_to: Literal["none", "all"] = "none"  # all: every tracker that is installed
     seed: AtLeastZero = 0
 
 
@@ -127,20 +128,15 @@ class TrainingSettings(TrainerSettings):
     # held-out split, or fewer, so that training reads about twice as many items as they measure (`measured_every`).
     eval_steps: AtLeastZero | None = None
     use_cpu: bool = False  # even if there is a GPU
-    fsdp: bool = False  # FSDP2: shard weights, gradients and optimizer over the GPUs instead of copying them (DDP)
     # Of a retrofitted model: train the base too, not only what was added to it.
     train_base: bool = False
     # Rank of LoRA adapters, which train instead of the linear layers and are merged into them at the end; 0: none.
     lora_rank: AtLeastZero = 0
-    keep_adapter: bool = False  # save the adapters in PEFT's format instead of merging them
-    report_to: str = "none"  # trackers, separated by commas; or none, or all
     # Half of the training sequences have one jump in their positions, which all stay below this; None: no jumps. Stages
     # have none.
     position_jumps: Annotated[int, Field(gt=0, le=2**20)] | None = None
-    # The arguments of `set_text_window`: the window, the number of first positions that all queries see, and the layers
-    # that see everything. None: as before.
+    # The arguments of `set_text_window`: the window, and the layers that see everything. None: as before.
     text_window: Positive | None = None
-    text_sinks: AtLeastZero | None = None
     text_full_layers: list[AtLeastZero] | None = None
     # base: the loss is the divergence from the model as it was, which sees all text and no meta-tokens, in place of the
     # loss of the next token. Training must not change the base's weights: it needs a retrofitted model without
@@ -149,21 +145,10 @@ class TrainingSettings(TrainerSettings):
 
     @model_validator(mode="after")
     def _fit_each_other(self) -> "TrainingSettings":
-        if self.optimizer == "muon" and self.fsdp:
+        if self.text_full_layers is not None and self.text_window is None:
             raise ValueError(
-                "training.optimizer is muon, which needs whole matrices, and training.fsdp cuts them up"
+                "training.text_full_layers needs training.text_window: without one the model sees all text"
             )
-        if self.teacher and self.fsdp:
-            raise ValueError(
-                "training.teacher reads the base between two steps, and training.fsdp cuts it up"
-            )
-        for name in ("text_sinks", "text_full_layers"):
-            if getattr(self, name) is not None and self.text_window is None:
-                raise ValueError(
-                    f"training.{name} needs training.text_window: without one the model sees all text"
-                )
-        if self.keep_adapter and not self.lora_rank:
-            raise ValueError("training.keep_adapter needs training.lora_rank: there is no adapter")
         if self.decay_steps is not None and self.decay_steps < self.max_steps:
             raise ValueError(
                 f"training.decay_steps is {self.decay_steps}, less than training.max_steps ({self.max_steps}): the "
@@ -200,7 +185,6 @@ WITHOUT_EFFECT = {
         "dataloader_num_workers",
         "eval_steps",
         "report_to",
-        "fsdp",
     }
 }
 
@@ -218,7 +202,7 @@ class CurriculumSettings(_Settings):
     # For every task: copy random entries of the vocabulary. This teaches a model to find a bracket and a token.
     drill: bool = False
     # For segment counting: the weight of an auxiliary loss (`metatokens.training.bracket_loss`).
-    inside_loss: Annotated[float, Field(gt=0)] | None = None
+    bracket_loss: Annotated[float, Field(gt=0)] | None = None
 
 
 class TaskSettings(_Settings):
@@ -237,7 +221,6 @@ class TaskSettings(_Settings):
     # Where the prompts of a user's own records get meta-tokens: a rule for landmarks, see `Landmarks`.
     landmarks: Annotated[str, AfterValidator(landmark_rule)] | None = None
     examples: Positive = 90_000
-    loss_on: Literal["answer", "sequence"] = "answer"
 
 
 class PretrainRecipe(_Settings):
@@ -271,20 +254,19 @@ class FinetuneRecipe(_Settings):
     def _losses_fit_the_task(self) -> "FinetuneRecipe":
         task, training = self.task, self.training
         has_drill = any(stage.drill for stage in task.stages)
-        has_inside_loss = any(stage.inside_loss for stage in task.stages)
-        if task.condition != "paper" and (has_drill or has_inside_loss):
+        has_bracket_loss = any(stage.bracket_loss for stage in task.stages)
+        if task.condition != "paper" and (has_drill or has_bracket_loss):
             raise ValueError(
-                "a stage's drill or inside_loss is for task.condition paper, whose markers bracket the answer, and "
+                "a stage's drill or bracket_loss is for task.condition paper, whose markers bracket the answer, and "
                 f"task.condition is {task.condition}"
             )
-        if training.teacher and (task.question_sees or has_inside_loss):
+        if training.teacher and (task.question_sees or has_bracket_loss):
             raise ValueError(
-                "training.teacher goes neither with task.question_sees nor with a stage's inside_loss"
+                "training.teacher goes neither with task.question_sees nor with a stage's bracket_loss"
             )
-        if has_inside_loss and (training.fsdp or training.torch_compile):
-            hiding = "fsdp" if training.fsdp else "torch_compile"
+        if has_bracket_loss and training.torch_compile:
             raise ValueError(
-                f"a stage's inside_loss reads the states after each block, which training.{hiding} hides"
+                "a stage's bracket_loss reads the states after each block, which training.torch_compile hides"
             )
         return self
 
@@ -342,9 +324,9 @@ class Phase:
         return self.settings.max_steps * self.settings.batch
 
     @property
-    def inside_loss(self) -> float | None:
+    def bracket_loss(self) -> float | None:
         """The weight of its auxiliary loss, if it has one."""
-        return self.curriculum.inside_loss if self.curriculum else None
+        return self.curriculum.bracket_loss if self.curriculum else None
 
 
 Recipe = TypeVar("Recipe", PretrainRecipe, FinetuneRecipe)
@@ -367,7 +349,7 @@ def load_recipe(kind: type[Recipe], source: str, overrides: Sequence[str] = ()) 
     try:
         return kind.model_validate(settings)
     except ValidationError as error:
-        raise UserError(f"recipe {source}: {explain(kind, error)}") from error
+        raise UserError(f"recipe {source}: {broken_rule(error)}.") from error
 
 
 def _apply(override: str, settings: dict[str, Any]) -> None:
@@ -435,23 +417,3 @@ def _parsed(text: str | bytes) -> Any:
         raise
     except Exception as error:  # PyYAML's converters raise others: `!!int x` a ValueError
         raise yaml.YAMLError(str(error)) from error
-
-
-def explain(kind: type[BaseModel], error: ValidationError) -> str:
-    """The first complaint of a validation error, as one sentence."""
-    first = error.errors()[0]
-    key = " ".join(".".join(str(part) for part in first["loc"]).split())
-    if first["type"] == "value_error":  # settings that do not fit each other
-        return f"{broken_rule(first)}."
-    if first["type"] == "missing":
-        return f"{key} is missing."
-    if first["type"] != "extra_forbidden":
-        return f"{key} is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}."
-    allowed: Any = kind
-    for section in first["loc"][:-1]:
-        allowed = (
-            get_args(allowed)[0]
-            if isinstance(section, int)
-            else allowed.model_fields[section].annotation
-        )
-    return f"{key} is not a setting; allowed are {', '.join(allowed.model_fields)}."

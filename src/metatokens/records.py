@@ -305,8 +305,4 @@ def _validate(kind: type[AnyRecord], text: str, source: str) -> AnyRecord:
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = " ".join(".".join(map(str, first["loc"])).split())
-        raise UserError(
-            f"{source}: {field + ': ' if field else ''}{broken_rule(first)}."
-        ) from error
+        raise UserError(f"{source}: {broken_rule(error)}.") from error

@@ -9,8 +9,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import GPT2Config, PreTrainedConfig
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from metatokens.errors import UserError, one_line
@@ -20,7 +21,9 @@ from metatokens.model.configuration import MetaGPT2Config
 from metatokens.retrofit.classes import MODEL_TYPE, MetaTokensConfig
 
 MAX_CONFIG_BYTES = 2**20
-MAX_LAYERS = 10_000  # a layer takes some 50 kB of Python objects, however narrow it is
+MAX_LAYERS = (
+    1_000  # a layer takes milliseconds and some 50 kB of Python objects, however narrow it is
+)
 
 _CLASSES: dict[str, type[PreTrainedConfig]] = {"meta_gpt2": MetaGPT2Config, "gpt2": GPT2Config}
 _FURTHER_FIELDS = {
@@ -39,8 +42,8 @@ _FURTHER_FIELDS = {
 _RETROFITTED = {"base_model_type", "architectures", "meta_attention"}
 
 
-def read_config(folder: Path, kinds: Set[str]) -> PreTrainedConfig:
-    """The configuration of the model in a folder, whose model type must be one of `kinds`.
+def read_config(folder: Path, kinds: Set[str]) -> tuple[PreTrainedConfig, int]:
+    """The configuration of the model in a folder, whose model type must be one of `kinds`, and its parameters' number.
 
     A model that this machine's memory cannot hold is refused here, before anything is allocated for it.
 
@@ -65,10 +68,10 @@ def read_config(folder: Path, kinds: Set[str]) -> PreTrainedConfig:
             raise ValueError(
                 f"{folder} holds a {base} model, which takes more than text: load it by transformers"
             )
-        check_memory(config, has_masks=base == "gpt_neo")
+        parameters = check_memory(config)
     except (StrictDataclassError, *DAMAGED) as error:
         raise UserError(f"{path} is not a model configuration: {one_line(error)}.") from error
-    return config
+    return config, parameters
 
 
 def _of_known_fields(
@@ -90,46 +93,27 @@ def _of_known_fields(
     return maker.from_dict({key: named[key] for key in named.keys() & known})
 
 
-def parameters_at_least(config: PreTrainedConfig) -> int:
-    """A lower bound of a model's parameters: its tables, causal attention and feed-forward layers.
-
-    For bases of other architectures, whose layers have other shapes, only the projections to queries or outputs count.
-    """
-    width, layers = config.hidden_size, config.num_hidden_layers
-    if config.model_type not in ("meta_gpt2", "gpt2", "gpt_neo"):
-        return config.vocab_size * width + layers * width * width
-    inner = getattr(config, "n_inner", None) or getattr(config, "intermediate_size", None)
-    has_table = getattr(config, "position_embedding", "learned") == "learned"
-    rows = config.vocab_size + has_table * config.max_position_embeddings
-    return rows * width + layers * 2 * width * (2 * width + (inner or 4 * width))
-
-
-def check_memory(config: PreTrainedConfig, *, has_masks: bool = False) -> None:
+def check_memory(config: PreTrainedConfig) -> int:
     """Refuse a model that this machine cannot hold in two-byte parameters, before anything is allocated for it.
 
-    Args:
-        config: of any causal language model; the classes of transformers do not check that sizes are positive.
-        has_masks: whether each layer has a causal mask, as in GPT-Neo.
+    Returns:
+        The number of its parameters, counted in a model without storage.
     """
-    layers, positions = config.num_hidden_layers, getattr(config, "max_position_embeddings", 1)
-    inner = getattr(config, "n_inner", None) or getattr(config, "intermediate_size", None) or 1
-    if (
-        min(
-            config.vocab_size,
-            config.hidden_size,
-            layers,
-            config.num_attention_heads,
-            positions,
-            inner,
-        )
-        < 1
-    ):
+    layers = config.num_hidden_layers
+    if min(layers, config.num_attention_heads) < 1:
         raise UserError("sizes in a model configuration must be positive.")
     if layers > MAX_LAYERS:
         raise UserError(f"the model has {layers:,} layers; allowed are {MAX_LAYERS:,}.")
-    needed = 2 * parameters_at_least(config) + has_masks * layers * positions**2
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except RuntimeError as error:  # a tensor of impossible size
+        raise UserError(f"there is no such model: {one_line(error)}.") from error
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    needed = 2 * parameters + sum(buffer.nbytes for buffer in model.buffers())
     memory = physical_memory()
     if needed > memory:
         raise UserError(
             f"the model takes {needed:,} bytes at least, and this machine's memory has {memory:,}."
         )
+    return parameters

@@ -33,11 +33,11 @@ def ground(
         ground / "other-tokens", str(ground / "text.txt"), "train:300"
     ).manifest.settings
     (ground / "unfinished" / ".partial" / "train").mkdir(parents=True)
-    plan = Plan(settings=settings, parts=(), shard_characters=1, first=())
+    plan = Plan(settings=settings, parts=(), first=())
     (ground / "unfinished" / ".partial" / "plan.json").write_text(plan.model_dump_json())
     (ground / "unfinished" / ".lock").touch()  # as a process that was killed leaves it
     shutil.copytree(ground / "tokens", ground / "damaged-tokens")
-    (ground / "damaged-tokens" / "held_out" / "00000-00000.arrow").write_bytes(b"ARROW1")
+    (ground / "damaged-tokens" / "held_out" / "00000.bin").write_bytes(b"\0")
     (ground / "empty.txt").write_text(" \n\n")
     (ground / "short.txt").write_text("a few words")
     (ground / "broken.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n{"text": \n')
@@ -80,7 +80,7 @@ FINETUNE = "finetune --out new --model model"
 TOKENIZE = "tokenize --out new"
 MISTAKES = {
     # recipes
-    f"{PRETRAIN} --out new --set training.max_stepz=1": "training.max_stepz is not a setting; allowed are max_steps",
+    f"{PRETRAIN} --out new --set training.max_stepz=1": "training.max_stepz: Extra inputs are not permitted",
     f"{PRETRAIN} --out new --set data.fraction=0.51": "meta-tokens is 0.51, but must lie in [0, 0.5]",
     f"{PRETRAIN} --out new --set data.placement=word": "data.placement is 'word': give uniform, periodic, none, line,",
     "pretrain --recipe nowhere.yaml --out new": "no recipe at nowhere.yaml; give a YAML file or one of: demo",
@@ -99,11 +99,11 @@ MISTAKES = {
     f"{TOKENIZE} --corpus nowhere.txt --tokenizer train:300": "no file matches the corpus nowhere.txt",
     f"{TOKENIZE} --corpus empty.txt --tokenizer train:300": "the corpus empty.txt holds no text",
     f"{TOKENIZE} --corpus broken.jsonl --tokenizer train:300": "broken.jsonl, line 3 is not JSON",
-    f"{TOKENIZE} --corpus text.txt --tokenizer word": "no tokenizer 'word': give an existing folder, gpt2, or",
+    f"{TOKENIZE} --corpus text.txt --tokenizer word": "word holds no tokenizer that can be loaded",
     f"{PRETRAIN} --out new --set data.tokens=nowhere": "nowhere holds no complete token store",
     "perplexity --model model --corpus short.txt": "perplexity needs two blocks of 231",
     "perplexity --model model --corpus other-tokens": "other-tokens was made with another tokenizer than the model's",
-    "perplexity --model model --corpus damaged-tokens": "held_out/00000-00000.arrow is missing, cut short or altered",
+    "perplexity --model model --corpus damaged-tokens": "held_out/00000.bin is missing, cut short or altered",
     "perplexity --model unmarked --corpus text.txt --placement uniform": "unmarked has no meta_token_id",
     # models
     "evaluate --task parity --model nowhere": "there is no model in nowhere",

@@ -95,5 +95,5 @@ def test_a_prompt_with_landmarks(small_model: Models, run: Succeed) -> None:
 
 def test_the_type_of_numbers_is_one_of_two(small_model: Models) -> None:
     assert load_model(small_model(), dtype="bfloat16").dtype == torch.bfloat16
-    with pytest.raises(UserError, match=r"unknown 'int4'; choose float32 or bfloat16\."):
+    with pytest.raises(UserError, match="int4"):
         load_model(small_model(), dtype="int4")

@@ -112,10 +112,7 @@ def test_finished_work_is_not_repeated(
     assert contents(workplace) == before
     longer = PRETRAIN.replace("training.max_steps=2", "training.max_steps=3")
     _, _, error = metatokens(f"{longer} --out base")
-    assert (
-        "was 2 and is now 3); give a new folder, and start from this model (pretrain --init"
-        in error
-    )
+    assert "was 2 and is now 3); give a new folder, or --overwrite" in error
 
 
 def test_a_model_is_measured_with_interventions(small_model: Models, run: Succeed) -> None:

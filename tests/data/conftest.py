@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from metatokens.data import writing
+from metatokens.data import corpus as corpus_module
 from metatokens.data.store import TokenStore
 from metatokens.data.writing import write_token_store
 from tests.data.small_corpora import make_documents, write_corpus
@@ -26,13 +26,16 @@ def store(corpus, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def stored_in_shards(corpus, tmp_path_factory):
-    """The same store in shards of some twenty documents."""
+def stored_in_shards(tmp_path_factory):
+    """The same store in shards of twenty documents."""
+    folder, documents = tmp_path_factory.mktemp("corpora"), make_documents(400)
+    for start in range(0, 400, 20):
+        write_corpus(folder / f"{start:03}.jsonl", documents[start : start + 20])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "SHARD_CHARACTERS", 4_000)
+        patch.setattr(corpus_module, "PART_BYTES", 1)
         return write_token_store(
             tmp_path_factory.mktemp("runs") / "tokens",
-            corpus,
+            f"{folder}/*.jsonl",
             "train:300",
             held_out=0.2,
         )

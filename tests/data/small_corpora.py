@@ -66,7 +66,7 @@ def documents_of(store: TokenStore, split: str) -> list[str]:
     """The documents of a split, decoded from its ids."""
     documents, ids = [], []
     for token in store.tokens(split)[:].tolist():
-        if token == store.manifest.eos_token_id:
+        if token == store.tokenizer.eos_token_id:
             documents.append(store.tokenizer.decode(ids))
             ids = []
         else:

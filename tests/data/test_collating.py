@@ -24,9 +24,9 @@ TOKENIZER = PreTrainedTokenizerFast(
 Row = dict[str, Any]
 
 
-def collate(rows, rule, max_length=None):
+def collate(rows, rule):
     """The rows with landmarks, which another collator would make a batch of."""
-    collator = MetaTokenCollator(lambda rows: rows, TOKENIZER, rule, max_length=max_length)
+    collator = MetaTokenCollator(lambda rows: rows, TOKENIZER, rule)
     return collator(rows)
 
 
@@ -73,16 +73,6 @@ def test_labels_that_a_collator_makes_are_no_meta_tokens(rule, ids):
     assert batch["labels"].tolist() == [labels]
 
 
-def test_landmarks_by_structure_in_all_fields_of_a_row():
-    ids = [1, 91, 91, 2, 91, 3, 92]
-
-    [row] = collate([{"input_ids": ids, "labels": [-100, *ids[1:]], "weights": [0.5] * 7}], "line")
-
-    assert row["input_ids"] == [1, 91, META, 91, 2, 91, META, 3, 92]
-    assert row["labels"] == [-100, 91, -100, 91, 2, 91, -100, 3, 92]
-    assert row["weights"] == [0.5, 0.5, 0, 0.5, 0.5, 0.5, 0, 0.5, 0.5]
-
-
 @pytest.mark.parametrize("rule", ["line", "paragraph", "sentence", "every:2"])
 # A control token, as mostly; and one that could end a line.
 @pytest.mark.parametrize("padding", [92, 91])
@@ -114,51 +104,15 @@ def test_padding_has_no_landmarks_and_moves_none(left, right, padding, rule):
     assert collate([padded(row)], rule) == [padded(unpadded)]
 
 
-def test_rows_with_landmarks_are_cut_to_a_length():
-    long = {"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4], "weight": 1}
-    short = {"input_ids": [1], "labels": [1], "weight": 1}
-
-    assert collate([long, short], "every:2", max_length=4) == [
-        {"input_ids": [1, 2, META, 3], "labels": [1, 2, -100, 3], "weight": 1},
-        short,
-    ]
-
-
-def test_a_tokenizer_without_a_meta_token_is_refused():
-    plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(TOKENS)))
-
-    with pytest.raises(
-        UserError, match="no meta-token: use the one that add_meta_attention was given"
-    ):
-        MetaTokenCollator(list, plain, "every:2")
-
-
-def test_positions_that_landmarks_would_shift_are_refused():
-    with pytest.raises(UserError, match="has position_ids, which landmarks would shift"):
-        collate([{"input_ids": [1, 2], "position_ids": [0, 0]}], "every:2")
-
-
-def test_each_packed_sequence_has_its_own_landmarks():
-    packed = {
-        "input_ids": [1, 2, 3, 4, 5, 6, 7, 8, 9],
-        "labels": [0, 1, 2, 3, 4, 5, 6, 7, 8],
-        "seq_lengths": [3, 1, 5],
-        "weight": 0.5,
-    }
-
-    [row] = collate([packed], "every:2", max_length=6)
-
-    assert row == {
-        "input_ids": [1, 2, META, 3, 4, 5, 6, META, 7, 8, META],
-        "labels": [0, 1, -100, 2, 3, 4, 5, -100, 6, 7, -100],
-        "seq_lengths": [4, 1, 6],
-        "weight": 0.5,
-    }
+@pytest.mark.parametrize("name", ["position_ids", "seq_lengths"])
+def test_numbers_that_landmarks_would_shift_are_refused(name):
+    with pytest.raises(UserError, match="would shift position_ids and seq_lengths"):
+        collate([{"input_ids": [1, 2], name: [1, 1]}], "every:2")
 
 
 def test_pairs_of_answers_are_refused_with_what_to_do():
     pairs = [{"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4]}]
-    sentence = r"no input_ids, but prompt_ids, chosen_ids, rejected_ids: .*insert_into\(ids\)"
+    sentence = r"has prompt_ids, chosen_ids, rejected_ids: .* need input_ids.*insert_into\(ids\)"
 
     with pytest.raises(UserError, match=sentence):
         collate(pairs, "every:8")

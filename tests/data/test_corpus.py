@@ -2,11 +2,8 @@
 
 import codecs
 import gzip
-import hashlib
 import itertools
 import re
-import subprocess
-import sys
 import textwrap
 from pydoc_data.topics import topics
 
@@ -37,25 +34,6 @@ def test_builtin_holds_topics_and_docstrings():
         "Remove any common leading whitespace"
     )
     assert sum(map(len, documents)) > 1_000_000
-
-
-HASH_BUILTIN = """
-import hashlib, sys
-from metatokens.data.corpus import read_corpus
-documents = list(read_corpus("builtin"))
-assert any("Turtle graphics is a popular way" in document for document in documents)
-assert not {"turtle", "antigravity", "this", "tkinter", "pyarrow", "datasets"} & set(sys.modules)
-print(hashlib.sha256(repr(documents).encode()).hexdigest())
-"""
-
-
-def test_builtin_is_the_same_in_another_process_and_imports_nothing_that_it_reads():
-    there = subprocess.run(
-        [sys.executable, "-c", HASH_BUILTIN], check=True, capture_output=True, text=True
-    )
-
-    here = hashlib.sha256(repr(read("builtin")).encode()).hexdigest()
-    assert there.stdout.strip() == here
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz", "A.JSONL"])
@@ -129,18 +107,6 @@ def test_dataset_in_a_local_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data", "sentence"),
-    [
-        (b'{"text": "a"}\n{"text": \n', "cannot be read"),
-        (b'{"text": "a"}\n{"text": null}\n', "row 2 has no text"),
-    ],
-)
-def test_dataset_with_bad_records(tmp_path, data, sentence):
-    with pytest.raises(UserError, match=sentence):
-        read(write_dataset(tmp_path, data))
-
-
-@pytest.mark.parametrize(
     ("name", "data", "sentence"),
     [
         ("latin.txt", b"fine\nna\xefve", r"latin\.txt cannot be read: .utf-8. codec"),
@@ -165,7 +131,6 @@ def test_dataset_with_bad_records(tmp_path, data, sentence):
             b"not compressed",
             r"plain\.txt\.gz cannot be read: Not a gzipped file",
         ),
-        ("cut.parquet", b"PAR1 and no more", r"cut\.parquet cannot be read"),
     ],
 )
 def test_a_broken_file_is_named_with_the_line(tmp_path, name, data, sentence):

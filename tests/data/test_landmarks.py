@@ -15,7 +15,6 @@ import metatokens
 from metatokens import Landmarks, encode_prompt
 from metatokens.data.landmarks import AFTER, BEFORE
 from metatokens.data.tokenizer import META_TOKEN, encode_text, load_tokenizer
-from metatokens.errors import UserError
 
 RULES = ("line", "paragraph", "sentence")
 WHITE = "".join(filter(str.isspace, map(chr, range(sys.maxunicode + 1))))
@@ -291,51 +290,3 @@ def test_text_that_looks_like_control_tokens_is_text(tokenizer):
 
     assert ids.count(tokenizer.meta_token_id) == 2
     assert ids == Landmarks(tokenizer, "line").insert_into(ids_of(tokenizer, text))
-
-
-def test_rows_that_have_no_token_are_no_text():
-    """A base with spare rows may generate their ids."""
-    tokenizer = like_llama_2()
-    landmarks = Landmarks(tokenizer, "sentence")
-    text = tokenizer("The word ends. It is so!").input_ids
-
-    behind = landmarks([*text, len(tokenizer), len(tokenizer) + 60]).tolist()
-
-    assert behind == [*landmarks(text).tolist(), False, False]
-
-
-def test_a_word_that_is_added_later_is_seen():
-    tokenizer = like_llama_3()
-    assert not Landmarks(tokenizer, "sentence")([5, 5]).any()
-
-    tokenizer.add_tokens(["Stop. "])
-
-    added = tokenizer.convert_tokens_to_ids("Stop. ")
-    assert Landmarks(tokenizer, "sentence")([added, 5]).tolist() == [True, False]
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_tokenizer_that_drops_what_a_rule_needs_is_refused(rule):
-    words = with_meta_token(
-        Tokenizer(models.WordLevel({"one": 0, ".": 1, "</s>": 2}, unk_token="</s>"))
-    )
-
-    with pytest.raises(
-        UserError,
-        match=f"landmarks by {rule} need white space that the tokenizer drops",
-    ):
-        Landmarks(words, rule)
-    assert Landmarks(words, "every:2")([0, 1, 0]).tolist() == [False, True, False]
-
-
-def test_the_page_draws_what_the_rules_do():
-    page = (Path(__file__).parents[2] / "docs/how_to/landmarks.md").read_text(encoding="utf-8")
-    [drawing] = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
-    rows = dict(line.split(maxsplit=1) for line in drawing.splitlines())
-    tokenizer = example_tokenizer()
-    ids = ids_of(tokenizer, rows.pop("text").replace("\u21b5", "\n"))
-
-    assert rows.keys() == {*RULES, "every:8"}
-    for rule, shown in rows.items():
-        filled = tokenizer.decode(Landmarks(tokenizer, rule).insert_into(ids))
-        assert filled.replace("\n", "\u21b5").replace(META_TOKEN, "\u25cf") == shown, rule

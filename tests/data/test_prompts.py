@@ -3,8 +3,6 @@
 import copy
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -53,23 +51,6 @@ def test_what_no_marker_names_stays_text(tokenizer):
     assert tokenizer.meta_token_id not in unmarked
     assert marked == ids_of(tokenizer, "the cat", " sat<|meta|> on<|endoftext|> a mat")
     assert encode_prompt(tokenizer, "", markers="_PAUSE_") == []
-
-
-ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(
-    lambda text: "_PAUSE_" not in text
-)
-
-
-@given(segments=st.lists(ANY_TEXT, min_size=1, max_size=4))
-def test_offsets_and_string_agree(tokenizer, segments):
-    text, offsets = segments[0], []
-    for segment in segments[1:]:
-        offsets.append(len(text))
-        text += " _PAUSE_" + segment
-
-    expected = ids_of(tokenizer, *segments)
-    assert encode_prompt(tokenizer, text, offsets) == expected
-    assert encode_prompt(tokenizer, text, "_PAUSE_") == expected
 
 
 @pytest.mark.parametrize(

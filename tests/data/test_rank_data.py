@@ -62,18 +62,6 @@ def steps(dataset, ranks, workers, skip=0):
     return [list(chain.from_iterable(parts)) for parts in zip(*by_rank, strict=True)]
 
 
-def test_blocks_by_a_rule_are_the_same_for_ranks_workers_and_after_resuming(
-    small_store,
-):
-    dataset = BlockDataset(small_store, "train", **BLOCK | {"placement": "sentence"}, epochs=EPOCHS)
-
-    # What fills the last batch is others' with other ranks.
-    alone = steps(dataset, ranks=1, workers=0)[:-1]
-
-    assert steps(dataset, ranks=2, workers=3)[:-1] == alone
-    assert steps(dataset, ranks=4, workers=1, skip=5)[:-1] == alone[5:]
-
-
 @pytest.mark.parametrize(
     ("ranks", "workers"),
     [

@@ -23,7 +23,6 @@ from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import encode_documents
 from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
-from metatokens.files import exclusive
 from tests.data.small_corpora import (
     documents_of,
     json_lines,
@@ -52,9 +51,8 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def three_parts(files, monkeypatch):
-    """Arguments that write a store of three parts, each of several shards."""
+    """Arguments that write a store of three parts."""
     monkeypatch.setattr(corpus_module, "PART_BYTES", 2_000)
-    monkeypatch.setattr(writing, "SHARD_CHARACTERS", 800)
     monkeypatch.setattr(writing, "BATCH_CHARACTERS", 300)
     sizes = [len(part.files) for part in corpus_parts(files["corpus_spec"])]
     assert sizes == [2, 2, 1]
@@ -104,8 +102,8 @@ def write_until_cut_off(out, arguments, rename):
     return False
 
 
-def finished_shards(out):
-    """What an unfinished store has noted about its finished shards, by split."""
+def finished_parts(out):
+    """What an unfinished store has noted about the shards of its finished parts, by split."""
     return [json.loads(path.read_bytes())["shards"] for path in out.glob(".partial/done/*.json")]
 
 
@@ -119,7 +117,7 @@ def test_a_store_cut_off_at_any_file_ends_like_one_that_was_not(
         with pytest.raises(UserError, match="holds no complete token store"):
             TokenStore.open(out)
         documents_finished = 0
-        for shards in finished_shards(out):
+        for shards in finished_parts(out):
             documents_finished += sum(split["documents"] for split in shards.values())
         encoded.clear()
 
@@ -129,7 +127,7 @@ def test_a_store_cut_off_at_any_file_ends_like_one_that_was_not(
         assert len(encoded) == 60 - documents_finished
         assert not (out / ".partial").exists()
         shutil.rmtree(out)
-    assert rename > 12
+    assert rename > 8
 
 
 @pytest.mark.parametrize(
@@ -176,7 +174,7 @@ def test_a_replacement_cut_off_half_way_does_not_pass_for_a_store(
 
 def test_other_settings_do_not_go_on_with_an_unfinished_store(three_parts, tmp_path, contents):
     out = tmp_path / "tokens"
-    assert not write_until_cut_off(out, three_parts | {"held_out": 0.3}, rename=12)
+    assert not write_until_cut_off(out, three_parts | {"held_out": 0.3}, rename=3)
     before = contents(out)
 
     with pytest.raises(
@@ -208,23 +206,13 @@ def test_a_bad_line_is_named_and_costs_nothing_that_was_finished(
     ):
         write_token_store(out, **arguments)
     if workers == 1:
-        assert len(finished_shards(out)) > 5
+        assert len(finished_parts(out)) == 2
 
     last_file.write_text(good)
     assert (
         write_token_store(out, **arguments).manifest.splits
         == TokenStore.open(undisturbed).manifest.splits
     )
-
-
-def test_two_at_once_in_one_folder(three_parts, tmp_path):
-    with (
-        exclusive(tmp_path),
-        pytest.raises(UserError, match="another process works in"),
-    ):
-        write_token_store(tmp_path, **three_parts)
-
-    write_token_store(tmp_path, **three_parts)
 
 
 # --- parts and processes
@@ -309,7 +297,7 @@ SCRIPT = """if True:
         time.sleep(0.05)
         return encode(tokenizer, texts)
 
-    corpus.PART_BYTES, writing.SHARD_CHARACTERS, writing.encode_documents = 2_000, 400, slow
+    corpus.PART_BYTES, writing.BATCH_CHARACTERS, writing.encode_documents = 1, 300, slow
     if __name__ == "__main__":
         writing.write_token_store(Path(sys.argv[1]), **json.loads(sys.argv[2]))
 """
@@ -320,12 +308,12 @@ def listen_to_ctrl_c():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def kill_when_finished(command, out, shards, kill):
-    """Start writing with two workers, and kill it when so many shards are finished; what it wrote to standard error."""
+def kill_when_finished(command, out, parts, kill):
+    """Start writing with two workers, and kill it when so many parts are finished; what it wrote to standard error."""
     process = subprocess.Popen(
         command, preexec_fn=listen_to_ctrl_c, stderr=subprocess.PIPE, text=True
     )
-    wait_for(lambda: len(finished_shards(out)) >= shards)
+    wait_for(lambda: len(finished_parts(out)) >= parts)
     workers = workers_of(psutil.Process(process.pid))
     assert len(workers) == 2
     process.send_signal(kill)
@@ -339,10 +327,10 @@ def kill_when_finished(command, out, shards, kill):
 def times_of_training_shards(out, folder):
     """When the finished shards of an unfinished store were written, as found in a folder."""
     times = {}
-    for shards in finished_shards(out):
+    for shards in finished_parts(out):
         shard = shards["train"]
         if shard["documents"]:
-            name = f"train/{shard['part']:05}-{shard['number']:05}.arrow"
+            name = f"train/{shard['part']:05}.bin"
             times[name] = (folder / name).stat().st_mtime_ns
     return times
 
@@ -366,8 +354,8 @@ def test_killed_with_its_workers_and_started_again(
     ]
 
     before: dict[str, int] = {}
-    for shards in (2, 6) if is_thorough else (2,):
-        error = kill_when_finished(command, out, shards, kill)
+    for parts in (1, 3) if is_thorough else (1,):
+        error = kill_when_finished(command, out, parts, kill)
         assert "start_worker" not in error
         if kill == signal.SIGINT:
             assert error.splitlines()[-1] == "KeyboardInterrupt"
@@ -376,7 +364,7 @@ def test_killed_with_its_workers_and_started_again(
         assert before.items() <= after.items()
         before = after
 
-    monkeypatch.setattr(writing, "SHARD_CHARACTERS", 400)
+    monkeypatch.setattr(corpus_module, "PART_BYTES", 1)
     write_token_store(out, **three_parts)
     for name, written in before.items():
         assert (out / name).stat().st_mtime_ns == written

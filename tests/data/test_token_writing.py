@@ -50,17 +50,17 @@ def test_two_documents_are_enough_for_both_splits(tmp_path, held_out):
 
 
 def test_the_same_settings_open_the_store_that_is_there(fifty, tmp_path):
-    first = write_token_store(tmp_path / "tokens", fifty, "train:300", extra_texts=["a", "b"])
+    first = write_token_store(tmp_path / "tokens", fifty, "train:300")
     Path(fifty).unlink()
 
-    again = write_token_store(tmp_path / "tokens", fifty, "train:300", extra_texts=iter(["a", "b"]))
+    again = write_token_store(tmp_path / "tokens", fifty, "train:300")
 
     assert again.manifest == first.manifest
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"held_out": 0.1}, {"extra_texts": ["a"]}, {"tokenizer_spec": "train:310"}],
+    [{"held_out": 0.1}, {"tokenizer_spec": "train:310"}],
     ids=str,
 )
 def test_other_settings_are_refused_unless_overwriting(change, fifty, tmp_path):
@@ -86,15 +86,6 @@ def test_a_failure_while_overwriting_keeps_the_old_store(fifty, tmp_path):
         write_token_store(tmp_path / "tokens", str(bad), words, overwrite=True)
 
     assert TokenStore.open(tmp_path / "tokens").manifest == before.manifest
-
-
-def test_a_failed_build_leaves_nothing_but_the_lock(tmp_path, corpus):
-    with pytest.raises(UserError):
-        write_token_store(tmp_path, corpus, "no-such-tokenizer")
-
-    [lock] = tmp_path.iterdir()
-    assert lock.name == ".lock"
-    assert lock.stat().st_size == 0
 
 
 def test_ids_beyond_16_bits(tmp_path):

@@ -12,7 +12,6 @@ import torch
 from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import load_tokenizer
-from metatokens.errors import UserError
 from metatokens.evaluation import accuracy
 from metatokens.evaluation.accuracy import evaluate, score, shortcut_rates
 from metatokens.model.modeling import MetaGPT2ForCausalLM
@@ -107,25 +106,6 @@ def test_scores_are_those_of_greedy_generation(
     assert 3 <= sum(exact) < 9
 
 
-def test_the_meta_token_is_no_answer_as_in_generation(small_model: Models, draw: Draw) -> None:
-    model = load_model(small_model())
-    meta = model.config.meta_token_id
-    with torch.no_grad():
-        # So that it is the likeliest token wherever it is not the last.
-        model.model.embed_tokens.weight[meta] *= 30
-    examples = some_answered_right(model, draw("parity", 64, 12))
-
-    exact, tokens = score(model, examples)
-
-    likeliest = [
-        int(model(torch.tensor([prompt_of(example)])).logits[0, -1].argmax())
-        for example in examples
-    ]
-    assert (exact, tokens) == one_by_one(model, examples)
-    assert meta in likeliest
-    assert sum(exact) >= 4
-
-
 def test_what_is_measured_through_landmarks_says_so_and_what_is_kept(
     small_model: Models, draw: Draw
 ) -> None:
@@ -146,16 +126,6 @@ def test_what_is_measured_through_landmarks_says_so_and_what_is_kept(
     assert (exact.kv_kept, exact.text_window) == (round(metas / sum(map(len, documents)), 4), None)
     assert exact.kv_bytes == round(bytes_of_meta * metas / 5)
     assert (plain.intervention, plain.kv_kept) == (None, None)
-
-
-def test_batches_do_not_change_the_scores(small_model: Models, draw: Draw) -> None:
-    model = load_model(small_model())
-    examples = some_answered_right(model, [*draw("copying", 64, 9), *draw("copying", 128, 9)])
-    alone = score(model, examples, batch=1)
-    exact, tokens = score(model, examples[::-1])
-    assert score(model, examples, batch=4) == alone
-    assert score(model.train(), examples) == alone
-    assert (exact[::-1], tokens[::-1]) == alone
 
 
 def bits(values: list[bool]) -> bytes:
@@ -208,12 +178,6 @@ def test_beyond_learned_positions_there_is_no_figure(small_model: Models, draw: 
 
     assert enough.n == 40
     assert (exact.value, exact.n) == (tokens.value, tokens.n) == (None, 0)
-
-
-def test_a_prompt_is_never_cut(small_model: Models, draw: Draw) -> None:
-    model = load_model(small_model(position_embedding="learned", max_position_embeddings=40))
-    with pytest.raises(UserError, match="longer than the 40 learned positions"):
-        score(model, draw("parity", 64, 3))
 
 
 def counts_in_the_whole_list(example: Example) -> bool:

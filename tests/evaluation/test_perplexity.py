@@ -138,17 +138,6 @@ def test_landmarks_are_put_into_the_same_text(
     assert (result.condition, result.n) == (rule, 20 * 28)
 
 
-@pytest.mark.parametrize("placement", ["none", "uniform"])
-def test_a_model_without_preferences_has_the_vocabulary_as_its_perplexity(
-    placement: str, model: MetaGPT2ForCausalLM, text: np.ndarray
-) -> None:
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-    result = measured(model, text, placement)
-    assert result.value == pytest.approx(model.config.vocab_size)
-    assert result.low == pytest.approx(result.high)
-
-
 def test_the_held_out_text_of_a_store(small_store: TokenStore) -> None:
     whole = small_store.tokens("held_out")[:]
     source, tokenizer = str(small_store.path), small_store.tokenizer

@@ -65,9 +65,8 @@ def test_predictions_are_those_of_greedy_generation(
             pad_token_id=tokenizer.eos_token_id,
         )
         expected = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+        # The longest right answer leaves room for more.
         assert prediction.prediction.startswith(expected)
-        # Learned positions may leave room for a longer answer.
-        assert changes or prediction.prediction == expected
 
 
 @pytest.mark.parametrize("is_covered", [False, True])

@@ -12,11 +12,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, GPTNeoForCau
 from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
-from metatokens.untrusted import parameters_at_least
 from tests.hostile.good import Good
 
-SECONDS = 60  # of processor time for one case; the slowest takes one or two
-WAITING = 600  # seconds, on a machine with other work
+SECONDS = 600  # for one case, on a machine with other work; the slowest takes one or two
 
 
 @pytest.fixture(scope="session")
@@ -55,21 +53,17 @@ def _check_sentence(error: UserError) -> None:
 
 @contextmanager
 def _in_time() -> Iterator[None]:
-    handler_of_computing = signal.signal(signal.SIGPROF, _hung)
-    handler_of_waiting = signal.signal(signal.SIGALRM, _hung)
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
-    signal.setitimer(signal.ITIMER_REAL, WAITING)
+    handler = signal.signal(signal.SIGALRM, _hung)
+    signal.alarm(SECONDS)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGPROF, handler_of_computing)
-        signal.signal(signal.SIGALRM, handler_of_waiting)
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def _hung(signal_number: int, frame: FrameType | None) -> None:
-    raise AssertionError(f"no answer after {SECONDS} s of computing, or {WAITING} s of waiting")
+    raise AssertionError(f"no answer after {SECONDS} s")
 
 
 @pytest.fixture(scope="session")
@@ -93,8 +87,6 @@ def models(tmp_path_factory):
     for kind, model in models.items():
         folders[kind] = tmp_path_factory.mktemp(kind)
         model.save_pretrained(folders[kind])
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        assert parameters_at_least(model.config) <= parameters
     return folders
 
 

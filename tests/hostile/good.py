@@ -10,16 +10,6 @@ from metatokens.records import MARKER
 from tests.paper.report import made_lines
 
 Files = dict[str, bytes]  # by name
-STAGE = {
-    "name": "tokenize",
-    "seconds": 1.0,
-    "cpu_seconds": 1.0,
-    "settings": {"seed": 0},
-    "facts": {},
-    "lines": {},
-    "finished": "2026-01-01T00:00:00+00:00",
-    "versions": {},
-}
 RECORDS = [
     {"prompt": f"a{MARKER} b", "markers": [1], "completion": " c"},
     {"prompt": "a", "completion": "b"},

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from metatokens import checkpoint
-from metatokens.checkpoint import MANIFEST, load_model, verify_manifest, write_manifest
+from metatokens.checkpoint import MANIFEST, verify_manifest, write_manifest
 from metatokens.data.store import TokenStore
-from metatokens.data.writing import write_token_store
 from metatokens.paper.run_log import LOG, RunLog
 from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import last_good_checkpoint
@@ -81,37 +80,6 @@ def test_a_token_store_that_names_other_files(name, small_store, tmp_path, refus
 
     for path in opened:
         assert os.path.abspath(path).startswith(str(folder))
-
-
-def test_a_fifo_does_not_stop_the_reader(model, refuses):
-    (model / MANIFEST).unlink()
-    (model / "model.safetensors").unlink()
-    os.mkfifo(model / "model.safetensors")
-
-    with refuses(r"the weights in .* cannot be read"):
-        load_model(model)
-
-
-def test_a_link_without_end_does_not_stop_the_reader(model, refuses):
-    (model / MANIFEST).unlink()
-    (model / "model.safetensors").unlink()
-    (model / "model.safetensors").symlink_to("/dev/zero")
-
-    with refuses(r"the weights in .* cannot be read"):
-        load_model(model)
-
-
-def test_shards_outside_the_folder_are_not_read(model, refuses):
-    (model / MANIFEST).unlink()
-    (model / "model.safetensors").rename(model.parent / "outside.safetensors")
-    index = {
-        "metadata": {},
-        "weight_map": {"model.embed_tokens.weight": "../outside.safetensors"},
-    }
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
-
-    with refuses(r"not complete: there is no \.\./outside\.safetensors"):
-        load_model(model)
 
 
 def test_only_checkpoints_of_the_folder_are_removed(outside, tmp_path, capsys):
@@ -197,14 +165,3 @@ def test_names_in_records_are_no_paths(tmp_path):
         "tables.md",
     ]
     assert set(names_in(folder / "report" / "figures")) <= {"by_length.png"}
-
-
-def test_a_store_is_written_where_the_user_says_and_nowhere_else(small_corpus, tmp_path):
-    (tmp_path / "inner").mkdir()
-
-    write_token_store(
-        tmp_path / "inner" / ".." / "store", str(small_corpus), "train:300", workers=1
-    )
-
-    assert names_in(tmp_path) == ["inner", "store"]
-    assert names_in(tmp_path / "inner") == []

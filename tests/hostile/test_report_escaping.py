@@ -27,36 +27,6 @@ PAYLOADS = (
     "red; background: url(javascript:alert(1)) }",
 )
 HOSTILE = " ".join(PAYLOADS)
-STRUCTURE = {
-    "html",
-    "head",
-    "meta",
-    "link",
-    "title",
-    "style",
-    "body",
-    "main",
-    "nav",
-    "div",
-    "details",
-    "summary",
-}
-TEXT = {
-    "p",
-    "h1",
-    "h2",
-    "h3",
-    "a",
-    "em",
-    "strong",
-    "blockquote",
-    "br",
-    "code",
-    "pre",
-    "kbd",
-}
-TABLES = {"table", "thead", "tbody", "tr", "th", "td"}
-PICTURES = {"span", "img"}
 ADDRESSES = {"href", "src", "srcset", "action", "formaction", "xlink:href"}
 OWN_ADDRESS = re.compile(r"#[\w-]+|data:,|tables\.html|data:image/png;base64,[\w+/=]+")
 
@@ -176,11 +146,9 @@ def report(request, tmp_path_factory):
     return Written(html, markdown, (plain / "report" / "index.html").read_text())
 
 
-def test_a_page_has_only_elements_of_its_own(report):
+def test_no_text_becomes_an_address_or_a_handler(report):
     page = Page(report.html)
 
-    tags = {tag for tag, _ in page.elements}
-    assert tags <= STRUCTURE | TEXT | TABLES | PICTURES
     comments = [comment.strip() for comment in page.other]
     assert comments == ["metatokens report"]
     for tag, attributes in page.elements:

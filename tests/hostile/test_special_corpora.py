@@ -4,16 +4,10 @@ import gzip
 import json
 import subprocess
 import sys
-import time
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
 from metatokens.data.corpus import HARD_CUT, read_corpus
-from tests.hostile.drawing import TEXT, cases
 
 MIB = 2**20
 
@@ -79,70 +73,3 @@ def test_a_bomb_with_lines_takes_bounded_memory(is_thorough, tmp_path):
     assert read["characters"] == size
     assert read["longest"] < 2 * HARD_CUT
     assert read["peak"] < 16
-
-
-def seconds_to_read(folder, lines):
-    (folder / "lines.txt").write_bytes(b"a\n" * lines)
-    began = time.process_time()
-    for _ in read_corpus(str(folder / "lines.txt")):
-        pass
-    return time.process_time() - began
-
-
-def test_reading_takes_time_in_proportion(tmp_path):
-    """A reader that looked at each line again for the next would take a hundred times as long for ten times as much."""
-    seconds_to_read(tmp_path, 1_000)
-
-    assert seconds_to_read(tmp_path, 300_000) < 40 * seconds_to_read(tmp_path, 30_000)
-
-
-@pytest.mark.parametrize(
-    "column",
-    [
-        pa.array(["the cat", "", None, "sat"]),
-        pa.array(["a", "b"], pa.large_string()),
-        pa.array(["a" * 40, "b"], pa.string_view()),
-        pa.array([b"the", b"\xff"]),
-        pa.array([1, None]),
-        pa.array([["a"], []]),
-        pa.nulls(3),
-        pa.array(["a", "b", "a"]).dictionary_encode(),
-    ],
-    ids=lambda column: str(column.type),
-)
-def test_parquet_columns_of_any_type(column, tmp_path, clean):
-    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
-
-    with clean():
-        documents = list(read_corpus(str(tmp_path / "a.parquet")))
-        texts = [text for text in column.to_pylist() if text]
-        assert documents == texts
-
-
-@cases(15)
-@given(
-    spec=TEXT
-    | st.sampled_from(
-        [
-            "hf:",
-            "hf::",
-            "~",
-            "*",
-            "[",
-            "**",
-            "/",
-            ".",
-            "builtin/",
-            "/dev/null",
-        ]
-    )
-)
-def test_any_spec(spec, tmp_path, clean, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assume("\n" not in spec)  # the sentence shows it as it is
-    assume("\0" not in spec)  # which no command line can hold
-
-    with clean():
-        for document in read_corpus(spec):
-            assert document.strip()
-            break

@@ -94,12 +94,3 @@ def test_killed_while_a_checkpoint_is_written(
     assert fate["killed"] == 2
     assert fate["status"] == 0, fate["said"]
     assert left(tmp_path / "out") == left(expected)
-
-
-def test_a_half_written_checkpoint_is_dropped_with_a_message(
-    verbs: dict[str, list[str]], commands: Commands, tmp_path: Path
-) -> None:
-    inside = ("metatokens.training.trainer:write_manifest", 1)
-    fate = commands.carry_through(verbs["pretrain"], tmp_path / "out", kills=1, inside=inside)
-    assert fate["status"] == 0
-    assert "It is dropped, and an earlier one is used." in fate["said"]

@@ -432,7 +432,7 @@ def test_weights_that_do_not_fit_are_refused(
         ({"layers": [0, 1]}, "2 blocks have 3 sites"),
         ({"hidden_size": 32}, "do not fit"),
         ({"sites": None}, "missing or damaged"),
-        ({"head_size": 2.5}, "head_size is 2.5: input should be a valid integer"),
+        ({"head_size": 2.5}, "head_size: Input should be a valid integer"),
         ({"meta_token_id": 99_999}, "meta_token_id is 99999 and unpadded_vocab_size"),
         ({"unpadded_vocab_size": 10**15}, "which does not fit the 320 rows of the base"),
         (
@@ -494,7 +494,7 @@ def test_options_that_do_not_fit_the_model_are_refused() -> None:
         model, "give the model's tokenizer, or as meta_token_id a row", meta_token_id=None
     )
     assert_refused(model, r"layers is \[0, 3\]; give a list of some of 0 to 2", layers=[0, 3])
-    assert_refused(model, "head_size is 7: input should be a multiple of 2", heads=2, head_size=7)
+    assert_refused(model, "head_size: Input should be a multiple of 2", heads=2, head_size=7)
 
     assert type(model) is LlamaForCausalLM  # as it was
     assert torch.equal(logits(model, text()), logits(base("llama"), text()))

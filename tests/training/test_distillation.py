@@ -131,7 +131,6 @@ def recipe(*settings: str) -> FinetuneRecipe:
         "training.warmup_steps=0",
         "training.use_cpu=true",
         "task.landmarks=every:2",
-        "task.loss_on=sequence",
     )
     return load_recipe(FinetuneRecipe, "demo_finetune", [*shared, *settings])
 

@@ -145,15 +145,6 @@ def test_a_checkpoint_is_gone_on_with_by_another_number_of_processes(
     assert_same_training(out, alone)
 
 
-def test_another_whole_batch_is_another_run(
-    small_store: TokenStore, alone: Path, start_ranks: Start
-) -> None:
-    [process] = start_ranks(1, command, *pretraining(small_store, alone, processes=2))
-    status, _, error = process.wait()
-    assert status == 2
-    assert "batch was 8 and is now 4" in error
-
-
 def command_that_parts(*arguments: object) -> None:
     """The command, which leaves no thread of the backend to the interpreter's end."""
     try:

@@ -20,8 +20,6 @@ from tests.training.conftest import (
     Models,
     Pretraining,
     first_loss,
-    interrupt,
-    result,
     text_loss,
 )
 
@@ -42,15 +40,6 @@ def undisturbed(
     out = tmp_path_factory.mktemp("runs") / "undisturbed"
     extend(start, out, factor=FACTOR, recipe=pretraining())
     return out
-
-
-def test_an_interrupted_extension_ends_like_an_undisturbed_one(
-    pretraining: Pretraining, start: Path, undisturbed: Path, steps: type, tmp_path: Path
-) -> None:
-    run = partial(extend, start, tmp_path / "run", factor=FACTOR, recipe=pretraining())
-    interrupt(run, steps, 5)
-    run()
-    assert result(tmp_path / "run") == result(undisturbed)
 
 
 def test_it_trains_the_start_with_longer_rotary_tables_on_longer_blocks(

@@ -223,16 +223,6 @@ def test_a_run_on_own_records_resumes_and_is_bound_to_its_file(
 # --- what does not fit
 
 
-def test_records_have_no_question_that_sees_landmarks(
-    model: Path, finetuning: Finetuning, records: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(
-        UserError,
-        match=r"task\.question_sees is for the tasks, whose prompts have a question; .*\.$",
-    ):
-        finetune(finetuning("task.question_sees=landmarks"), model, tmp_path / "run", data=records)
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -66,13 +66,6 @@ def test_two_steps_of_a_matrix_are_those_of_the_paper(
         np.testing.assert_allclose(buffer, momentum, rtol=1e-12)
 
 
-def test_a_matrix_without_a_gradient_stays() -> None:
-    matrix = torch.nn.Parameter(torch.ones(2, 2))
-    optimizer = MuonWithAdamW([matrix], torch.optim.AdamW([matrix]), 0.02)
-    optimizer.step()
-    assert torch.equal(matrix, torch.ones(2, 2))
-
-
 def test_the_other_parameters_are_adamws() -> None:
     matrix = torch.nn.Parameter(torch.ones(2, 2))
     vector = torch.nn.Parameter(torch.ones(3))

@@ -28,7 +28,6 @@ from tests.training.conftest import (
     interrupt,
     result,
     text_loss,
-    weights,
 )
 
 RUN_FILES = {
@@ -262,7 +261,7 @@ def test_a_finished_run_is_not_repeated_whatever_does_not_change_its_result(
     (tmp_path / "moved").symlink_to(small_store.path)
     before = result(undisturbed)
     seen = steps()
-    settings = ("training.report_to=all", "training.fsdp=true", "training.dataloader_num_workers=1")
+    settings = ("training.report_to=all", "training.dataloader_num_workers=1")
     pretrain(
         pretraining(f"data.tokens={tmp_path / 'moved'}", *settings), undisturbed, progress=seen
     )
@@ -271,16 +270,6 @@ def test_a_finished_run_is_not_repeated_whatever_does_not_change_its_result(
 
 
 # --- the loss, and what does not change it
-
-
-# On a machine of one core.
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-def test_the_number_of_loading_workers_changes_nothing(
-    pretraining: Pretraining, undisturbed: Path, tmp_path: Path
-) -> None:
-    pretrain(pretraining("training.dataloader_num_workers=2"), tmp_path / "run")
-    assert weights(tmp_path / "run") == weights(undisturbed)
-    assert curve(tmp_path / "run") == curve(undisturbed)
 
 
 def test_the_curve_has_the_first_step_and_every_logged_one(
@@ -377,14 +366,3 @@ def test_a_model_whose_vocabulary_does_not_fit_the_text_is_refused(
     with pytest.raises(UserError, match="300 vocabulary entries and the text's tokenizer 768"):
         pretrain(recipe, tmp_path / "run", init=tmp_path / "small")
     assert not (tmp_path / "run").exists()
-
-
-def test_an_adapter_needs_a_base_that_can_be_loaded(
-    pretraining: Pretraining, tmp_path: Path
-) -> None:
-    recipe = pretraining("training.lora_rank=2", "training.keep_adapter=true")
-    with pytest.raises(
-        UserError, match=r"training\.keep_adapter needs a base that is on the disk as it is now"
-    ):
-        pretrain(recipe, tmp_path / "run")
-    assert not (tmp_path / "run" / "model.safetensors").exists()

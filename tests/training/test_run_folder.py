@@ -102,12 +102,6 @@ def test_a_folder_of_other_things_is_never_taken(overwrite: bool, tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_an_interrupted_start_is_no_hindrance(tmp_path: Path) -> None:
-    (tmp_path / "settings.json.partial").write_text('{"verb": "pre')
-    assert is_finished(tmp_path, SETTINGS) is False
-    assert json.loads((tmp_path / "settings.json").read_text()) == SETTINGS
-
-
 def test_damaged_settings_are_named(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text("{")
     with pytest.raises(UserError, match="cannot be used as a run folder"):
@@ -138,14 +132,6 @@ def test_a_second_process_is_refused_and_a_dead_one_holds_nothing(
     holder.end()
     assert is_finished(out, settings) is False
     assert (out / "curve.jsonl").read_text() == "half written"
-
-
-def test_the_first_of_several_processes_holds_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with open_run(tmp_path / "run", SETTINGS):
-        monkeypatch.setenv("RANK", "1")
-        assert is_finished(tmp_path / "run", SETTINGS) is False
 
 
 def test_overwriting_removes_everything_that_the_run_left(tmp_path: Path) -> None:
@@ -200,9 +186,3 @@ def test_the_training_of_a_model_is_read_from_its_run(
 ) -> None:
     (tmp_path / "settings.json").write_text(json.dumps(run))
     assert training_of(tmp_path / folder) == fields
-
-
-def test_a_model_without_a_run_has_no_training(tmp_path: Path) -> None:
-    assert training_of(tmp_path / "no" / "run") == {}
-    (tmp_path / "settings.json").write_text("{")
-    assert training_of(tmp_path / "64") == {}

@@ -127,45 +127,10 @@ def test_a_drill_asks_for_the_tokens_in_its_bracket(task: str, small_store: Toke
             "lists: [3, 2], items: [3, 4], max_steps: 4",
             "3 to 2 is not a range: the smaller number comes first",
         ),
-        ("lists: [2, 3], max_steps: 4", r"task.stages.0.items is missing"),
-        (f"{SHORT}, wide: 1", r"task.stages.0.wide is not a setting; allowed are lists, items"),
+        ("lists: [2, 3], max_steps: 4", r"task.stages.0.items: Field required"),
+        (f"{SHORT}, wide: 1", r"task.stages.0.wide: Extra inputs are not permitted"),
     ],
 )
 def test_a_stage_that_makes_no_sense_is_refused(stage: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         load_recipe(FinetuneRecipe, "demo_finetune", [stages(stage)])
-
-
-@pytest.mark.parametrize(
-    ("task", "stage", "sentence"),
-    [
-        (
-            "copying",
-            f"{SHORT}, inside_loss: 1.0",
-            "inside_loss works with segment_counting alone, not with copying",
-        ),
-        (
-            "list_recall",
-            "lists: [15, 15], items: [20, 20], max_steps: 4",
-            "no list_recall prompt with 1 to 64 tokens",
-        ),
-        (
-            "copying",
-            "lists: [8, 8], items: [9, 9], max_steps: 4, drill: true",
-            "no drill has at most 64 tokens",
-        ),
-    ],
-)
-def test_a_stage_without_prompts_is_refused_before_any_training(
-    task: str, stage: str, sentence: str, model: Path, finetuning: Finetuning, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=sentence):
-        finetune(finetuning(stages(stage)), model, tmp_path / "run", task=task, documents=TEXTS)
-    assert not (tmp_path / "run").exists()
-
-
-def test_own_records_have_no_stages(model: Path, finetuning: Finetuning, tmp_path: Path) -> None:
-    records = tmp_path / "records.jsonl"
-    records.write_text('{"prompt": "the cat", "completion": " sat"}\n')
-    with pytest.raises(UserError, match=r"task\.stages are for the tasks"):
-        finetune(finetuning(stages(SHORT)), model, tmp_path / "run", data=records)

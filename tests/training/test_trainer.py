@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainerCallback, TrainingArguments
-from transformers.integrations import integration_utils
+from transformers import TrainingArguments
 
 from metatokens.errors import UserError
 from metatokens.recipe import PretrainRecipe, load_recipe
-from metatokens.training import trainer as trainer_module
 from metatokens.training.pretrain import pretrain
 from metatokens.training.trainer import MetaTokenTrainer, last_good_checkpoint
 from tests.training.conftest import Pretraining, TrainerOf, cosine_decay, figures_of, weights
@@ -103,49 +101,10 @@ def test_one_process_uses_one_of_several_gpus_and_says_how_to_use_all(
     pretrain(pretraining(), tmp_path / "two")
     (sentence,) = capsys.readouterr().err.splitlines()
     assert weights(tmp_path / "one") == weights(tmp_path / "two")
-    assert "one of the 2 GPUs; `torchrun --nproc-per-node 2 -m metatokens" in sentence
+    assert "one of several GPUs is used; torchrun starts a process for each" in sentence
 
 
 # --- trackers
-
-
-class Tracker(TrainerCallback):
-    """Stands for Weights & Biases and its like."""
-
-    logged: list[dict[str, float]]
-
-    def on_log(
-        self, args: object, state: object, control: object, logs: dict[str, float], **kwargs: object
-    ) -> None:
-        self.logged.append(logs)
-
-
-@pytest.fixture
-def tracker(monkeypatch: pytest.MonkeyPatch) -> type[Tracker]:
-    monkeypatch.setattr(Tracker, "logged", [], raising=False)
-    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "wandb", Tracker)
-    monkeypatch.setattr(trainer_module, "get_available_reporting_integrations", lambda: ["wandb"])
-    return Tracker
-
-
-def test_an_installed_tracker_receives_the_losses(
-    tracker: type[Tracker], pretraining: Pretraining, tmp_path: Path
-) -> None:
-    pretrain(pretraining("training.report_to=wandb", "training.eval_steps=3"), tmp_path / "run")
-    losses = [logs["loss"] for logs in tracker.logged if "loss" in logs]
-    held_out = [logs["eval_loss"] for logs in tracker.logged if "eval_loss" in logs]
-    assert losses == figures_of(tmp_path / "run", "loss")
-    assert held_out == figures_of(tmp_path / "run", "eval_loss")
-    assert (len(losses), len(held_out)) == (8, 2)
-
-
-@pytest.mark.parametrize("report_to", ["mlflow", "wandb,mlflow"])
-def test_other_trackers_are_refused_before_a_folder_is_made(
-    report_to: str, tracker: type[Tracker], pretraining: Pretraining, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=r"not installed; give none, all, or some of: wandb\.$"):
-        pretrain(pretraining(f"training.report_to={report_to}"), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
 
 
 # --- a loss that is no number
@@ -169,7 +128,8 @@ def test_a_loss_that_is_no_number_stops_and_leaves_the_last_good_checkpoint(
 
     monkeypatch.setattr(MetaTokenTrainer, "training_step", spoil)
     with pytest.raises(
-        UserError, match=r"before step 6: the loss is nan .* on the items 20 to 23 of the"
+        UserError,
+        match=r"before step 6: the gradient.s norm is nan, .* on the items 20 to 23 of the",
     ):
         pretrain(pretraining(), tmp_path / "run")
     assert contents(checkpoints) == before

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 AnalysisName = Literal["sharpness", "residual", "rate-distortion"]
 BUILTIN = "builtin"
-CORPUS = f"{BUILTIN}, a file or glob (.txt, .jsonl, .gz, .parquet), or hf:NAME:CONFIG"
-TOKENIZER = "gpt2, a folder, or train:N to train one of N tokens on the corpus"
+CORPUS = f"{BUILTIN}, a file or glob (.txt, .jsonl, .gz), or hf:NAME:CONFIG"
+TOKENIZER = (
+    "a folder, gpt2 or another name of the Hub, or train:N to train one of N tokens on the corpus"
+)
 RECORDS = "JSON lines of prompt, markers and completion"
 
 

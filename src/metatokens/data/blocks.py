@@ -15,6 +15,7 @@ from metatokens.data.insertion import (
 )
 from metatokens.data.landmarks import AFTER, BEFORE, Landmarks
 from metatokens.data.store import StoreSplit, TokenSequence, TokenStore
+from metatokens.data.tokenizer import meta_token_id
 from metatokens.errors import UserError
 
 STRETCHES = 2**20  # at most, in a text with landmarks; each takes one number of memory
@@ -54,8 +55,6 @@ class BlockDataset:
             UserError: if the split is shorter than a block or has no landmark, the fraction is too small for one
                 meta-token a block, or a setting is out of its range.
         """
-        if block_size < 2:
-            raise UserError(f"block_size is {block_size}; a block has at least 2 positions.")
         text = store.tokens(split)
         source = f"the {split} split of {store.path}"
         self._window_size = block_size
@@ -80,7 +79,7 @@ class BlockDataset:
         self._seed = seed
         self._insert = partial(
             insert_meta_tokens,
-            meta_token_id=store.manifest.meta_token_id,
+            meta_token_id=meta_token_id(store.tokenizer),
             block_size=block_size,
             fraction=fraction,
             placement=placement,

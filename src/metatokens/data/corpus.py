@@ -64,12 +64,11 @@ def read_corpus(spec: str) -> Iterator[str]:
             - `builtin`: the reference topics and the standard library's docstrings in the files of this Python
               installation, with a document for each topic and module (so it differs between versions);
             - a file, or a glob (`**` included) of files in sorted order. `.jsonl`: a document per line, in the field
-              `text`. `.parquet`: a document per row, in the column `text`. `.txt`: one long text, cut at blank lines
-              into documents of at least 8,000 characters, or, if there is none, at a line end after 64,000, so that
-              even a single book has a held-out split; joined, the documents are the file. `.txt.gz`, `.jsonl.gz` and
-              `.json.gz` (also JSON lines): the same, compressed;
+              `text`. `.txt`: one long text, cut at blank lines into documents of at least 8,000 characters, or, if
+              there is none, at a line end after 64,000, so that even a single book has a held-out split; joined, the
+              documents are the file. `.txt.gz`, `.jsonl.gz` and `.json.gz` (also JSON lines): the same, compressed;
             - `hf:NAME` or `hf:NAME:CONFIG`: the field `text` of the train split of a dataset on the Hugging Face Hub or
-              in a local folder, streamed.
+              in a local folder, such as one of Parquet files, streamed.
 
     Raises:
         UserError: at once, if the spec names no file, or a file of an unknown kind; while reading, if a source cannot
@@ -137,8 +136,7 @@ def _files(spec: str) -> list[str]:
     """The files of a corpus; none if it has another source."""
     if spec == BUILTIN or spec.startswith(HUB):
         return []
-    with _reading(spec):  # no name of a file has a NUL
-        path = os.path.expanduser(spec)
+    path = os.path.expanduser(spec)
     matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
     files = list(filter(os.path.isfile, matches))
     if not files:
@@ -187,22 +185,12 @@ def _lines(path: Path) -> Iterator[str]:
         yield from file
 
 
-def _parquet(path: Path) -> Iterator[str]:
-    import pyarrow.parquet as pq
-
-    with _reading(path), pq.ParquetFile(path) as file:
-        rows = (row for batch in file.iter_batches(columns=["text"]) for row in batch.to_pylist())
-        for number, row in enumerate(rows, start=1):
-            yield _text(row, f"{path}, row {number}")
-
-
 READERS: dict[str, Callable[[Path], Iterator[str]]] = {
     ".txt": _text_file,
     ".txt.gz": _text_file,
     ".jsonl": _json_lines,
     ".jsonl.gz": _json_lines,
     ".json.gz": _json_lines,
-    ".parquet": _parquet,
 }
 
 
@@ -237,6 +225,6 @@ def _reading(source: object) -> Iterator[None]:
         yield
     except UserError:
         raise
-    # gzip raises EOFError or zlib.error for a damaged file; pyarrow, and datasets with a script, the others.
+    # gzip raises EOFError or zlib.error for a damaged file; datasets, the others.
     except (OSError, ValueError, LookupError, EOFError, RuntimeError, zlib.error) as error:
         raise UserError(f"{source} cannot be read: {one_line(error)}.") from error

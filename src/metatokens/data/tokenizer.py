@@ -40,8 +40,8 @@ def load_tokenizer(
     """Load the tokenizer that a spec names, or train it.
 
     Args:
-        spec: a folder with a tokenizer; `gpt2`, from the Hugging Face Hub or its local cache (a folder of that name
-            takes precedence); or `train:N`, a byte-level BPE with N entries, trained here.
+        spec: a folder with a tokenizer; a name of the Hugging Face Hub, such as `gpt2`, which may be in its local cache
+            (a folder of that name takes precedence); or `train:N`, a byte-level BPE with N entries, trained here.
         corpus: the documents that `train:N` is trained on; otherwise not read.
         extra_texts: short texts that `train:N` is also trained on, weighted so that each of their words becomes a
             single token if the vocabulary has room.
@@ -53,18 +53,12 @@ def load_tokenizer(
     Raises:
         UserError: if the spec names no usable tokenizer, or the corpus has too little text for N entries.
     """
-    if Path(spec).is_dir():
-        tokenizer = _pretrained(spec, f"the folder {spec} holds no tokenizer that can be loaded.")
-    elif spec == "gpt2":
-        tokenizer = _pretrained(
-            spec, "the Hugging Face Hub gave no gpt2 tokenizer: pass a folder that holds one."
-        )
-    elif spec.startswith("train:"):
+    if spec.startswith("train:"):
         tokenizer = _train(spec, corpus or (), extra_texts)
     else:
-        raise UserError(
-            f"no tokenizer {spec!r}: give an existing folder, gpt2, or train:N (N entries)."
-        )
+        tokenizer = load_plain_tokenizer(spec)
+        if not hasattr(tokenizer, "meta_token"):
+            tokenizer = load_plain_tokenizer(spec, meta_token=META_TOKEN)
     if not (
         tokenizer.is_fast
         and tokenizer.eos_token_id is not None
@@ -261,22 +255,22 @@ def check_meta_token(config: Any, tokenizer: PreTrainedTokenizerBase, folder: Pa
         )
 
 
-def _pretrained(name: str, complaint: str) -> PreTrainedTokenizerBase:
-    tokenizer = load_plain_tokenizer(name, complaint)
-    if hasattr(tokenizer, "meta_token"):
-        return tokenizer
-    return load_plain_tokenizer(name, complaint, meta_token=META_TOKEN)
+def load_plain_tokenizer(name: str, **settings: Any) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a folder or the Hugging Face Hub as transformers does.
 
-
-def load_plain_tokenizer(name: str, complaint: str, **settings: Any) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a folder or the Hugging Face Hub as transformers does, or raise UserError(complaint)."""
+    Raises:
+        UserError: if there is none that can be loaded.
+    """
     from transformers import AutoTokenizer  # imports torch, which data-loading workers do not need
 
     try:
         # Without trust_remote_code, transformers asks on the terminal whether to run code in the folder.
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **settings)
     except Exception as error:  # the backend raises bare Exception if it cannot parse a file
-        raise UserError(complaint) from error
+        raise UserError(
+            f"{name} holds no tokenizer that can be loaded: give a folder, a name of the Hugging Face Hub, "
+            "or train:N (N entries)."
+        ) from error
 
 
 def _train(spec: str, corpus: Iterable[str], extra_texts: Iterable[str]) -> PreTrainedTokenizerFast:

@@ -2,32 +2,27 @@
 
 While it is written, a store is the subfolder `.partial` of its folder:
 
-    tokenizer/                written before the plan
-    plan.json                 the settings, the parts of the corpus, and what else the shards depend on
-    train/, held_out/         the finished shards
-    done/PART-SHARD.json      the manifest's entries of a shard, of both splits; written last
-    done/PART                 an empty file: the whole part is done
+    tokenizer/            written before the plan
+    plan.json             the settings, the parts of the corpus, and what else the shards depend on
+    train/, held_out/     the shards, one for each part
+    done/PART.json        the manifest's entries of a part's shards; written after them
 
-Processes write the parts of the corpus side by side. A shard depends only on the plan and its place in the corpus, so
-neither the number of processes nor an interruption changes a byte of the store.
+Processes write the parts of the corpus side by side; a part that was not finished is written again. A shard depends
+only on the plan and its part, so neither the number of processes nor an interruption changes a byte of the store.
 """
 
-import importlib.metadata
 import os
-import platform
 import shutil
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
-from itertools import islice
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
@@ -36,7 +31,6 @@ from metatokens.data.store import (
     MANIFEST,
     SPLITS,
     TOKENIZER,
-    Ids,
     Manifest,
     Shard,
     SplitCounts,
@@ -44,11 +38,12 @@ from metatokens.data.store import (
     StoreSettings,
     StoreSplit,
     TokenStore,
+    id_type,
+    shard_name,
 )
 from metatokens.data.tokenizer import (
     encode_documents,
     load_tokenizer,
-    meta_token_id,
     text_vocab_size,
 )
 from metatokens.errors import UserError
@@ -58,9 +53,6 @@ from metatokens.machine import available_cores, end_with_parent, worker_context
 STAGING = ".partial"  # the subfolder of an unfinished store
 PLAN = "plan.json"
 HELD_OUT = 0.05  # the share of documents that is held out by default
-# Both splits of a shard together: 15 MB of GPT-2's ids, which a reader checks in about 20 ms. C4 has about 22,000 such
-# shards; a process can map all of them at once (Linux allows 65,530 mappings).
-SHARD_CHARACTERS = 2**25
 BATCH_CHARACTERS = 400_000  # encoded at a time: enough for every core
 
 
@@ -69,12 +61,11 @@ class Plan(StoreRecord):
 
     settings: StoreSettings
     parts: tuple[Part, ...]
-    shard_characters: int
     first: tuple[str, ...]  # the checksums of the first two distinct documents
 
 
-class FinishedShard(StoreRecord):
-    """The manifest's entries of a finished shard, by split; a split without a document has no entry."""
+class FinishedPart(StoreRecord):
+    """The manifest's entries of a part's shards, by split."""
 
     shards: dict[StoreSplit, Shard]
 
@@ -106,8 +97,8 @@ def write_token_store(
     in one split. The first document is always for training, and the first one that differs from it is always held out,
     so that neither split is empty.
 
-    If it is interrupted, a store keeps its finished shards, and a call with the same arguments continues. Whether the
-    files behind a corpus spec have changed since then is not checked. Memory holds the ids of one shard and a few
+    If it is interrupted, a store keeps its finished parts (see `corpus_parts`), and a call with the same arguments
+    continues. Whether the files behind a corpus spec have changed since then is not checked. Memory holds a few
     documents for each worker.
 
     Args:
@@ -125,14 +116,7 @@ def write_token_store(
             written, or another process is writing it; or if it holds a store with other settings, finished or not, and
             `overwrite` is not set.
     """
-    texts = list(extra_texts) if tokenizer_spec.startswith("train:") else []
-    settings = StoreSettings(
-        corpus=corpus_spec,
-        tokenizer=tokenizer_spec,
-        held_out=held_out,
-        extra_texts_sha256=sha256_of("\0".join(texts).encode()) if texts else None,
-        python=platform.python_version() if corpus_spec == "builtin" else None,
-    )
+    settings = StoreSettings(corpus=corpus_spec, tokenizer=tokenizer_spec, held_out=held_out)
     if (out / MANIFEST).exists() and not overwrite:
         store = TokenStore.open(out)
         _check_same(settings, store.manifest.settings, f"{out} holds a token store")
@@ -149,8 +133,7 @@ def write_token_store(
             _write_store(
                 out,
                 settings,
-                texts,
-                is_new=is_new,
+                extra_texts,
                 overwrite=overwrite,
                 workers=workers or available_cores(),
             )
@@ -161,6 +144,9 @@ def write_token_store(
             "a process that wrote the token store was killed, perhaps because memory ran out: run the same command "
             "again to continue, with fewer --workers if need be."
         ) from error
+    finally:
+        if is_new and out.exists() and os.listdir(out) == [LOCK]:  # the corpus was refused
+            shutil.rmtree(out)
     return TokenStore.open(out)
 
 
@@ -174,9 +160,8 @@ def _check_same(settings: StoreSettings, made_with: StoreSettings, store: str) -
 def _write_store(
     out: Path,
     settings: StoreSettings,
-    extra_texts: Sequence[str],
+    extra_texts: Iterable[str],
     *,
-    is_new: bool,
     overwrite: bool,
     workers: int,
 ) -> None:
@@ -185,15 +170,10 @@ def _write_store(
     begun_with = _settings_of(staging)
     if begun_with is not None and not overwrite:
         _check_same(settings, begun_with, f"{out} holds an unfinished token store")
-    try:
-        if begun_with != settings:
-            _begin(staging, settings, extra_texts)
-        if not (staging / MANIFEST).exists():
-            _finish(staging, workers)
-    except BaseException:
-        if not any(staging.glob("done/*")):  # nothing that the next try could use
-            shutil.rmtree(out if is_new else staging, ignore_errors=True)
-        raise
+    if begun_with != settings:
+        _begin(staging, settings, extra_texts)
+    if not (staging / MANIFEST).exists():
+        _finish(staging, workers)
     _move_into_place(staging, out)
 
 
@@ -209,12 +189,11 @@ def _settings_of(staging: Path) -> StoreSettings | None:
     return None
 
 
-def _begin(staging: Path, settings: StoreSettings, extra_texts: Sequence[str]) -> None:
+def _begin(staging: Path, settings: StoreSettings, extra_texts: Iterable[str]) -> None:
     """Make `staging` a store without shards: the tokenizer and the plan."""
     plan = Plan(
         settings=settings,
         parts=tuple(corpus_parts(settings.corpus)),
-        shard_characters=SHARD_CHARACTERS,
         first=_first_documents(settings.corpus),
     )
     tokenizer = load_tokenizer(
@@ -246,20 +225,17 @@ def _finish(staging: Path, workers: int) -> None:
     tokenizer = load_tokenizer(str(staging / TOKENIZER))
     _write_parts(Work(staging, plan, tokenizer), workers)
     records = sorted(staging.glob("done/*.json"))  # in the order of the corpus
-    finished = [FinishedShard.model_validate_json(path.read_bytes()).shards for path in records]
+    parts = [FinishedPart.model_validate_json(path.read_bytes()).shards for path in records]
     manifest = Manifest(
         settings=plan.settings,
         vocab_size=text_vocab_size(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
-        meta_token_id=meta_token_id(tokenizer),
         splits={
-            split: SplitCounts.of(shards[split] for shards in finished if split in shards)
+            split: SplitCounts.of(shards[split] for shards in parts if shards[split].documents)
             for split in SPLITS
         },
         tokenizer={
             path.name: file_sha256(path) for path in sorted((staging / TOKENIZER).iterdir())
         },
-        metatokens=importlib.metadata.version("metatokens"),
     )
     write_whole(staging / MANIFEST, manifest.sealed())
 
@@ -280,7 +256,7 @@ def _move_into_place(staging: Path, out: Path) -> None:
 
 def _write_parts(work: Work, workers: int) -> None:
     """Write the missing shards, in at most `workers` processes."""
-    missing = [part for part in range(len(work.plan.parts)) if not _part_mark(work, part).exists()]
+    missing = [part for part in range(len(work.plan.parts)) if not _record(work, part).exists()]
     processes = min(workers, len(missing))
     if processes <= 1:
         for part in missing:
@@ -314,83 +290,46 @@ def _write_part_in_worker(part: int) -> None:
     _write_part(_work, part)
 
 
+def _record(work: Work, part: int) -> Path:
+    """The file that marks a part as done, and holds the manifest's entries of its shards."""
+    return work.folder / "done" / f"{part:05}.json"
+
+
 def _write_part(work: Work, part: int) -> None:
-    """Write the missing shards of a part."""
-    number = 0
-    written_documents = 0
-    while _shard_record(work, part, number).exists():
-        finished = FinishedShard.model_validate_json(_shard_record(work, part, number).read_bytes())
-        written_documents += sum(shard.documents for shard in finished.shards.values())
-        number += 1
-    documents = islice(
-        read_part(work.plan.settings.corpus, work.plan.parts[part]), written_documents, None
-    )
-    while _write_shard(work, documents, part, number):
-        number += 1
-    _part_mark(work, part).touch()
+    """Write a part's shard of each split."""
+    plan = work.plan
+    dtype = id_type(text_vocab_size(work.tokenizer))
+    paths = {split: work.folder / split / shard_name(part) for split in SPLITS}
+    counts: dict[StoreSplit, Counter[str]] = {split: Counter() for split in SPLITS}
+    with ExitStack() as stack:
+        files = {split: stack.enter_context(path.open("wb")) for split, path in paths.items()}
+        for texts in _batches(read_part(plan.settings.corpus, plan.parts[part])):
+            for text, ids in zip(texts, encode_documents(work.tokenizer, texts), strict=True):
+                split = _split_of(text, plan)
+                files[split].write(np.array(ids, dtype).data)
+                counts[split].update(documents=1, characters=len(text), tokens=len(ids) - 1)
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
+    shards = {
+        split: Shard(part=part, sha256=file_sha256(path), **counts[split])
+        for split, path in paths.items()
+    }
+    write_whole(_record(work, part), FinishedPart(shards=shards).model_dump_json().encode())
 
 
-def _part_mark(work: Work, part: int) -> Path:
-    return work.folder / "done" / f"{part:05}"
-
-
-def _shard_record(work: Work, part: int, number: int) -> Path:
-    return work.folder / "done" / f"{part:05}-{number:05}.json"
-
-
-# --- a shard
-
-
-@dataclass
-class _Encoded:
-    """The documents of a shard that are in one split."""
-
-    ids: list[Ids] = field(default_factory=list)
-    characters: int = 0
-
-
-def _write_shard(work: Work, documents: Iterator[str], part: int, number: int) -> bool:
-    """Write the next shard of a part, of both splits; return whether any document was left."""
-    shards: dict[StoreSplit, Shard] = {}
-    for split, encoded in _encode_shard(work, documents).items():
-        content = _arrow_file(np.concatenate(encoded.ids))
-        shards[split] = Shard(
-            part=part,
-            number=number,
-            documents=len(encoded.ids),
-            characters=encoded.characters,
-            tokens=sum(map(len, encoded.ids)) - len(encoded.ids),
-            sha256=sha256_of(content),
-        )
-        write_whole(work.folder / split / shards[split].name, content)
-    if shards:
-        write_whole(
-            _shard_record(work, part, number),
-            FinishedShard(shards=shards).model_dump_json().encode(),
-        )
-    return bool(shards)
-
-
-def _encode_shard(work: Work, documents: Iterator[str]) -> dict[StoreSplit, _Encoded]:
-    """Encode the next documents of a part, as many as a shard takes."""
-    encoded: dict[StoreSplit, _Encoded] = defaultdict(_Encoded)
-    dtype = np.uint16 if text_vocab_size(work.tokenizer) <= 2**16 else np.uint32
-    of_shard = _take(documents, work.plan.shard_characters)
-    for texts in iter(lambda: list(_take(of_shard, BATCH_CHARACTERS)), []):
-        for text, ids in zip(texts, encode_documents(work.tokenizer, texts), strict=True):
-            of_split = encoded[_split_of(text, work.plan)]
-            of_split.ids.append(np.array(ids, dtype))
-            of_split.characters += len(text)
-    return encoded
-
-
-def _take(documents: Iterator[str], characters: int) -> Iterator[str]:
-    """The next documents, up to the one with which they have so many characters."""
+def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
+    """The documents in lists of about BATCH_CHARACTERS."""
+    batch: list[str] = []
+    characters = 0
     for document in documents:
-        yield document
-        characters -= len(document)
-        if characters <= 0:
-            return
+        batch.append(document)
+        characters += len(document)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
 def _split_of(text: str, plan: Plan) -> StoreSplit:
@@ -398,11 +337,3 @@ def _split_of(text: str, plan: Plan) -> StoreSplit:
     if digest in plan.first:
         return SPLITS[plan.first.index(digest)]
     return "held_out" if int(digest[:16], 16) < plan.settings.held_out * 2**64 else "train"
-
-
-def _arrow_file(ids: Ids) -> memoryview:
-    batch = pa.record_batch({"ids": ids})
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    return memoryview(sink.getvalue())

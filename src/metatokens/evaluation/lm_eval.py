@@ -12,15 +12,13 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from metatokens.checkpoint import check_placing, fetch_model, load_model
+from metatokens.checkpoint import fetch_model, load_model
 from metatokens.data.landmarks import Landmarks
 from metatokens.data.prompts import encode_chat, encode_prompt, without_control
 from metatokens.data.tokenizer import UNLIMITED, beginning_of, load_tokenizer
 from metatokens.decoder import left_padded
 from metatokens.errors import UserError
-from metatokens.recipe import landmark_rule
 
 try:
     from lm_eval.api.instance import Instance
@@ -64,17 +62,16 @@ class MetaTokensLM(HFLM):
     Contexts are plain text: the marker and the meta-token's text have no meaning in them unless you pass `marker`.
 
     Args:
-        pretrained: a model's folder with its tokenizer, `hf:NAME` for the Hugging Face Hub, or a model from
-            `load_model`, with its `tokenizer`.
+        pretrained: a model's folder with its tokenizer, or `hf:NAME` for the Hugging Face Hub.
         meta_every: insert a meta-token after every so many tokens of text. For likelihoods the whole sequence gets
             them, as context and never as targets; in generation they are counted from the end of the context.
         marker: the text that marks a meta-token in contexts, together with a space before it, such as `_PAUSE_`
             in the tasks of `examples/lm_eval`.
-        device: `cpu` or `cuda`; default: a GPU if there is one, and the CPU if not. A loaded model stays where it is.
+        device: `cpu` or `cuda`; default: a GPU if there is one, and the CPU if not.
         dtype: of the base's weights, `float32` or `bfloat16`; default: as saved.
-        kwargs: of `HFLM`. Those for its other ways to load a model or a tokenizer are refused. With `add_bos_token`, a
-            context begins with the tokenizer's `bos_token`, or never does; by default the tokenizer decides. A text
-            whose rolling likelihood is asked for begins with `prefix_token_id` alone, which is not scored.
+        kwargs: of `HFLM`. Those for its other ways to load a model or a tokenizer are refused. The tokenizer decides
+            what a context begins with, unless `add_bos_token` is False. A text whose rolling likelihood is asked for
+            begins with `prefix_token_id` alone, which is not scored.
 
     Raises:
         UserError: if there is no such model, it has no meta-token to insert, both kinds of insertion are asked for, or
@@ -83,36 +80,30 @@ class MetaTokensLM(HFLM):
 
     def __init__(
         self,
-        pretrained: str | PreTrainedModel,
+        pretrained: str,
         meta_every: int | None = None,
         marker: str | None = None,
         device: str | None = None,
-        dtype: str | torch.dtype | None = "auto",
+        dtype: str | None = "auto",
         **kwargs: Any,
     ):
         if meta_every is not None and marker is not None:
             raise UserError(
                 "give meta_every or marker: meta-tokens are put after every so many tokens, or at markers."
             )
-        if meta_every is not None:
-            landmark_rule(f"every:{meta_every}", "the rule that meta_every gives")
-        self._dtype = None if dtype in ("auto", None) else str(dtype).removeprefix("torch.")
-        check_placing(None, self._dtype)
-        is_loaded = not isinstance(pretrained, str)
-        if is_loaded and (self._dtype or device or kwargs.get("tokenizer") is None):
-            raise UserError(
-                "pretrained is a loaded model: give its tokenizer too, and leave device and dtype out."
-            )
+        self._dtype = None if dtype == "auto" else dtype
         _check_options(kwargs)
         self.meta_every, self.marker = meta_every, marker
         self._is_chat = False
         self._max_length: int | None  # set by `HFLM`
         super().__init__(pretrained, device=_present_device(device), **kwargs)
-        self._beginning = self._beginning_of_texts()
-        if meta_every is not None and self.config.meta_token_id is None:
-            raise UserError(
-                f"{pretrained} has no meta_token_id, so no meta-tokens can be inserted."
-            )
+        self._beginning = [] if self.add_bos_token is False else beginning_of(self.tokenizer)
+        if meta_every is not None:
+            self._landmarks = Landmarks(self.tokenizer, f"every:{meta_every}")
+            if self.config.meta_token_id is None:
+                raise UserError(
+                    f"{pretrained} has no meta_token_id, so no meta-tokens can be inserted."
+                )
 
     @property
     def max_length(self) -> int:
@@ -161,18 +152,6 @@ class MetaTokensLM(HFLM):
     def _create_model(self, pretrained: str, **kwargs: Any) -> None:
         """Nothing: `_get_config` has loaded the model."""
 
-    def _beginning_of_texts(self) -> list[int]:
-        """The ids that come before a text, by `add_bos_token`."""
-        usual = beginning_of(self.tokenizer)
-        bos = self.tokenizer.bos_token_id
-        if self.add_bos_token is None:
-            return usual
-        if not self.add_bos_token:
-            return []
-        if bos is None:
-            raise UserError("add_bos_token is set, and the tokenizer has no bos_token.")
-        return usual if bos in usual else [bos, *usual]
-
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], *args: Any, **kwargs: Any
     ) -> str:
@@ -191,15 +170,14 @@ class MetaTokensLM(HFLM):
     ) -> list[int]:
         """The ids of a text, with meta-tokens only at markers.
 
-        The ids that the tokenizer puts before a text come first, as `add_bos_token` has it, or `add_special_tokens`. A
-        chat template writes them itself; with `add_bos_token=True` they come first if it does not.
+        The ids that the tokenizer puts before a text come first, unless `add_bos_token` or `add_special_tokens` is
+        False. A chat template writes them itself.
         """
         usual = beginning_of(self.tokenizer)
         beginning = {None: self._beginning, True: usual, False: []}[add_special_tokens]
         if self._is_chat:
             ids = encode_chat(self.tokenizer, string, self.marker)
-            if not self.add_bos_token or ids[: len(beginning)] == beginning:
-                beginning = []
+            beginning = []
         else:
             ids = encode_prompt(self.tokenizer, string, () if self.marker is None else self.marker)[
                 len(usual) :
@@ -217,9 +195,7 @@ class MetaTokensLM(HFLM):
         """Ids and attention mask, (contexts, tokens), left-padded, with the meta-tokens of each context."""
         rows = [self.tok_encode(string) for string in strings]
         if self.meta_every is not None:
-            rows = list(
-                map(Landmarks(self.tokenizer, f"every:{self.meta_every}").insert_into, rows)
-            )
+            rows = list(map(self._landmarks.insert_into, rows))
         rows = [row[-left_truncate_len:] if left_truncate_len else row for row in rows]
         return left_padded(rows, self.tokenizer.pad_token_id)
 
@@ -253,9 +229,10 @@ def _check_options(options: dict[str, Any]) -> None:
             "pretrained, meta_every, marker, device and dtype, and of the harness's own options "
             f"{', '.join(sorted(_SUPPORTED))}."
         )
-    adds_bos = options.get("add_bos_token")
-    if adds_bos is not None and not isinstance(adds_bos, bool):
-        raise UserError(f"add_bos_token is {adds_bos!r}; give True or False.")
+    if options.get("add_bos_token") not in (None, False):
+        raise UserError(
+            "the tokenizer decides what a context begins with; add_bos_token may be False."
+        )
 
 
 def _present_device(device: str | None) -> str:

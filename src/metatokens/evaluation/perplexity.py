@@ -6,6 +6,7 @@ nothing precedes it. Meta-tokens are context, never targets.
 
 import math
 from collections.abc import Callable
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -199,12 +200,8 @@ def held_out_text(
                 f"the token store {source} was made with another tokenizer than the model's."
             )
         return store.tokens("held_out")[:limit]
-    documents, count = [], 0
-    for text in read_corpus(source):
-        documents.append(np.array(encode_documents(tokenizer, [text])[0]))
-        count += len(documents[-1])
-        if limit is not None and count >= limit:
-            break
-    if not documents:
+    documents = (encode_documents(tokenizer, [text])[0] for text in read_corpus(source))
+    ids = np.fromiter(islice(chain.from_iterable(documents), limit), np.int64)
+    if not len(ids):
         raise UserError(f"the corpus {source} holds no text.")
-    return np.concatenate(documents)[:limit]
+    return ids

@@ -1,7 +1,6 @@
 """A model's answers, prompt by prompt."""
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -37,33 +36,31 @@ def predict(
     """The model's greedy answers, in the order of the examples.
 
     The answers that are not `exact`, as `score` found, are generated up to their end of text. They may have `FURTHER`
-    tokens more than the right answer, if the model has positions for as many, and otherwise none.
+    tokens more than the longest right answer, as far as the model has positions for them.
     """
-    # Answers of one size share a batch: if the longest prompt has positions left for its answer, all have.
-    wrong_by_size: defaultdict[int, list[int]] = defaultdict(list)
-    for index, example in enumerate(examples):
-        if not exact[index]:
-            wrong_by_size[len(example.input_ids) - example.answer_start].append(index)
-    answers: dict[int, str] = {}
-    for size, indices in wrong_by_size.items():
-        prompts = [examples[index].input_ids[: examples[index].answer_start] for index in indices]
-        longest = max(map(len, prompts)) + size + FURTHER
-        continuations = continue_prompts(
-            model,
-            tokenizer,
-            prompts,
-            batch_size=max(1, TOKENS_A_BATCH // longest),
-            max_new_tokens=size + FURTHER if reaches(model.config, longest - 1) else size,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-        answers |= zip(indices, (continuation.text for continuation in continuations), strict=True)
-    for index, example in enumerate(examples):
+    wrong = [example for example, is_exact in zip(examples, exact, strict=True) if not is_exact]
+    prompts = [example.input_ids[: example.answer_start] for example in wrong]
+    longest = max(map(len, prompts), default=0)
+    new_tokens = FURTHER + max(
+        (len(example.input_ids) - example.answer_start for example in wrong), default=0
+    )
+    while not reaches(model.config, longest + new_tokens - 1):
+        new_tokens -= 1
+    continuations = continue_prompts(
+        model,
+        tokenizer,
+        prompts,
+        batch_size=max(1, TOKENS_A_BATCH // (longest + new_tokens)),
+        max_new_tokens=new_tokens,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    for example, is_exact in zip(examples, exact, strict=True):
         yield Prediction(
             prompt=example.prompt,
             markers=list(example.markers),
             completion=example.completion,
-            prediction=example.completion if exact[index] else answers[index],
-            exact=exact[index],
+            prediction=example.completion if is_exact else next(continuations).text,
+            exact=is_exact,
         )
 
 

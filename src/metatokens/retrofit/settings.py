@@ -4,9 +4,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from metatokens.errors import UserError
+from metatokens.errors import UserError, broken_rule
 from metatokens.model.configuration import TEXT_SINKS, check_layers
-from metatokens.recipe import explain
 
 Size = Annotated[int, Field(ge=1, strict=True)]
 
@@ -72,7 +71,7 @@ class MetaSettings(BaseModel):
         try:
             return cls(**fields)
         except ValidationError as error:
-            raise UserError(f"in the settings of meta-attention, {explain(cls, error)}") from error
+            raise UserError(f"in the settings of meta-attention, {broken_rule(error)}.") from error
 
     def check_blocks(self, count: int) -> None:
         """Refuse settings that do not fit a model with `count` blocks that have keys and values of their own."""

@@ -24,7 +24,7 @@ def check_blocks(model: PreTrainedModel) -> None:
     _, blocks = decoder_of(model)
     if len(blocks) == 1:
         raise UserError(
-            "a stage's inside_loss reads the states after each block but the last, and the model has one."
+            "a stage's bracket_loss reads the states after each block but the last, and the model has one."
         )
 
 

@@ -83,8 +83,8 @@ class ByLength:
 class Collator:
     """Makes batches padded on the right, where causal attention needs no mask for padding.
 
-    Labels are the completion and the end of text; with `loss_on="sequence"`, also the text of the prompt. With `alone`,
-    a mask lets the questions see the meta-tokens of their documents alone.
+    Labels are the completion and the end of text. With `alone`, a mask lets the questions see the meta-tokens of their
+    documents alone.
     """
 
     def __init__(
@@ -92,15 +92,9 @@ class Collator:
         *,
         pad_token_id: int,
         meta_token_id: int,
-        loss_on: str,
         alone: LandmarksAlone | None = None,
     ):
-        self.pad_token_id, self.meta_token_id, self.loss_on, self.alone = (
-            pad_token_id,
-            meta_token_id,
-            loss_on,
-            alone,
-        )
+        self.pad_token_id, self.meta_token_id, self.alone = pad_token_id, meta_token_id, alone
 
     def __call__(self, examples: Sequence[Encoded]) -> dict[str, Tensor]:
         """`input_ids` and `labels`, each (batch, longest); with `alone` an `attention_mask` of four dimensions."""
@@ -109,9 +103,8 @@ class Collator:
         labels = np.full((len(examples), longest), IGNORED_LABEL)
         for row, example in enumerate(examples):
             ids = example.input_ids
-            first = example.answer_start if self.loss_on == "answer" else 1
             input_ids[row, : len(ids)] = ids
-            labels[row, first : len(ids)] = ids[first:]
+            labels[row, example.answer_start : len(ids)] = ids[example.answer_start :]
         labels[labels == self.meta_token_id] = IGNORED_LABEL
         batch = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
         if self.alone is not None:
@@ -123,8 +116,8 @@ def train_source(
     recipe: FinetuneRecipe, task: str, tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]
 ) -> TaskData:
     """The task, from which a recipe's examples are drawn."""
-    if task != "segment_counting" and any(stage.inside_loss for stage in recipe.task.stages):
-        raise UserError(f"inside_loss works with segment_counting alone, not with {task}.")
+    if task != "segment_counting" and any(stage.bracket_loss for stage in recipe.task.stages):
+        raise UserError(f"bracket_loss works with segment_counting alone, not with {task}.")
     return TaskData(
         task,
         tokenizer=tokenizer,

@@ -26,7 +26,7 @@ from metatokens.training.examples import (
 )
 from metatokens.training.probe import Probe
 from metatokens.training.run_folder import open_run
-from metatokens.training.trainer import Figures, Progress, check_trackers, train, unwatched
+from metatokens.training.trainer import Figures, Progress, train, unwatched
 
 # Returns the probe of a model that is about to be trained in a phase; None: nothing is measured.
 Probing = Callable[[PreTrainedModel, Phase], Probe | None]
@@ -68,7 +68,6 @@ def finetune(
         UserError: if settings, model, task or data do not fit each other.
     """
     settings = recipe.training
-    check_trackers(settings)
     if settings.eval_steps and probe is None:
         raise UserError(
             "training.eval_steps asks for a held-out loss, which needs held-out records: give --eval-data."
@@ -85,7 +84,7 @@ def finetune(
         raise UserError("fine-tuning needs a task or a file of records.")
     for phase in source.phases:
         check_length(model.config, phase.train_length)
-        if phase.inside_loss:
+        if phase.bracket_loss:
             check_blocks(model)
     run = {
         "verb": "finetune",
@@ -97,7 +96,6 @@ def finetune(
     collator = Collator(
         pad_token_id=tokenizer.eos_token_id,
         meta_token_id=model.config.meta_token_id,
-        loss_on=recipe.task.loss_on,
         alone=LandmarksAlone(model, tokenizer) if recipe.task.question_sees else None,
     )
     with open_run(out, run, overwrite=overwrite, inputs=[model_folder, data, *inputs]):
@@ -132,12 +130,10 @@ def _train_phases(
                 collator=collator,
                 progress=partial(_report_phase, progress, steps_before, total),
                 probe=probe(model, phase) if probe else None,
-                bracket_weight=phase.inside_loss,
+                bracket_weight=phase.bracket_loss,
                 schedule_start=phase.schedule_start,
             )
             is_trained = True
-            if settings.keep_adapter:  # PEFT has wrapped the layers of the model in memory
-                model = load_model(folder)
         steps_before += settings.max_steps
     return is_trained
 

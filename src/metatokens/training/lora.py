@@ -6,15 +6,6 @@ from metatokens.errors import UserError
 from metatokens.retrofit.classes import MetaModel
 
 
-def check_rank(model: Any, rank: int) -> None:
-    """Refuse to train a model's adapters further if their rank is not the recipe's."""
-    for adapter in model.peft_config.values():
-        if adapter.r != rank:
-            raise UserError(
-                f"the model has adapters of rank {adapter.r}; training.lora_rank={adapter.r} trains them further."
-            )
-
-
 def with_lora(model: Any, rank: int) -> Any:
     """Add adapters to the linear layers of a model. Only the adapters and what a retrofit added are trained.
 

@@ -29,7 +29,7 @@ from metatokens.recipe import WITHOUT_EFFECT, ModelSettings, PretrainRecipe
 from metatokens.retrofit.injection import add_meta_attention
 from metatokens.training.probe import Probe, held_out_loss
 from metatokens.training.run_folder import open_run
-from metatokens.training.trainer import Progress, check_trackers, train, unwatched
+from metatokens.training.trainer import Progress, train, unwatched
 from metatokens.untrusted import check_memory
 
 HELD_OUT_BLOCKS = 64  # at most, for the held-out loss
@@ -108,7 +108,6 @@ def train_on_blocks(
         UserError: as `pretrain`.
     """
     settings = recipe.training
-    check_trackers(settings)
     _check_vocabulary(model.config, store.tokenizer, recipe)
     check_length(model.config, recipe.data.block_size)
     run = run | {
@@ -156,7 +155,6 @@ def new_gpt_neo(config: MetaGPT2Config, tokenizer: PreTrainedTokenizerBase) -> A
             "a gpt_neo has learned positions, no second attention and constant scales: set "
             "model.position_embedding=learned, model.second_attention=none and model.attention_scale=constant."
         )
-    check_memory(config, has_masks=True)
     pairs, rest = divmod(config.num_hidden_layers, 2)
     base = GPTNeoConfig(
         vocab_size=text_vocab_size(tokenizer),
@@ -173,6 +171,7 @@ def new_gpt_neo(config: MetaGPT2Config, tokenizer: PreTrainedTokenizerBase) -> A
         eos_token_id=config.eos_token_id,
         pad_token_id=config.pad_token_id,
     )
+    check_memory(base)
     return add_meta_attention(GPTNeoForCausalLM(base), tokenizer, layers=[], freeze=False)
 
 

@@ -56,16 +56,13 @@ def held_out_probe(
     """A probe of the loss (mean over answer tokens) and the exact match on held-out records; None: never measured."""
     by_length = sorted(records, key=lambda record: len(record.input_ids))
     check_length(model.config, len(by_length[-1].input_ids))
-    collator = Collator(
-        pad_token_id=pad_token_id, meta_token_id=model.config.meta_token_id, loss_on="answer"
-    )
+    collator = Collator(pad_token_id=pad_token_id, meta_token_id=model.config.meta_token_id)
     size = phase.settings.per_device_train_batch_size
 
     def measure(model: PreTrainedModel) -> dict[str, float]:
         batches = (
             collator(by_length[start : start + size]) for start in range(0, len(by_length), size)
         )
-        # First, since FSDP gathers the weights only in a call of the model itself.
         loss = held_out_loss(model, batches)
         return loss | {"eval_exact_match": exact_match(model, by_length)}
 

@@ -118,13 +118,9 @@ def _wait_for_settings(out: Path) -> None:
 
 def _compare(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     for name, old, new in differences(before, now):
-        is_longer = name.rpartition(".")[2] == "max_steps"
-        further = (
-            ", and start from this model (pretrain --init, finetune --model)" if is_longer else ""
-        )
         raise UserError(
             f"{out} holds a run with other settings ({' '.join(name.split())} was {old!r} and is now {new!r}); "
-            f"give a new folder{further}, or --overwrite to replace it."
+            "give a new folder, or --overwrite to replace it."
         )
 
 

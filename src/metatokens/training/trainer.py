@@ -5,15 +5,12 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -24,42 +21,25 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
-from metatokens.checkpoint import (
-    load_model,
-    make_adapter_portable,
-    save_model,
-    verify_manifest,
-    write_manifest,
-)
-from metatokens.decoder import cache_share_line, measure_cache_share
-from metatokens.errors import UserError, one_line
-from metatokens.files import DAMAGED, library_writes
+from metatokens.checkpoint import save_model, verify_manifest, write_manifest
+from metatokens.errors import UserError
+from metatokens.files import library_writes
 from metatokens.machine import is_first_process, process_count
-from metatokens.model.configuration import UNSAVED
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import TrainerSettings, TrainingSettings
 from metatokens.retrofit.classes import MetaModel, freeze_base
 from metatokens.retrofit.layers import added_parameters
-from metatokens.retrofit.saving import DELTA_WEIGHTS, save_meta
 from metatokens.retrofit.text_window import apply_text_window
 from metatokens.training.batches import WithLogitsToKeep, WithPositions
 from metatokens.training.bracket_loss import bracket_loss
 from metatokens.training.distillation import divergence
-from metatokens.training.lora import check_rank, with_lora
+from metatokens.training.lora import with_lora
 from metatokens.training.muon import MuonWithAdamW, block_matrices
 from metatokens.training.positions import position_jumps
 from metatokens.training.probe import Probe
-
-# FSDP2, in the layers that the model names; the weights of a checkpoint are saved whole.
-FSDP = {
-    "version": 2,
-    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    "state_dict_type": "FULL_STATE_DICT",
-}
 
 CHECKPOINTS = 2  # of a run; older ones are removed
 
@@ -78,21 +58,13 @@ def unwatched(done: int, total: int, figures: Figures) -> None:
 class MetaTokenTrainer(Trainer):
     """The Trainer, with a part of a longer schedule (paper: 200k of 600k steps), Muon, or the loss of a teacher.
 
-    It stops before an update whose gradient is not finite. Its checkpoints leave out a base that is not trained, except
-    with FSDP.
+    It stops before an update whose gradient is not finite. Its checkpoints leave out a base that is not trained.
     """
 
     def __init__(self, *args: Any, settings: TrainingSettings, schedule_start: int, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.settings, self.schedule_start = settings, schedule_start
         self.tokens_read = 0
-
-    @property
-    def saves_delta(self) -> bool:
-        """Whether checkpoints leave out the base of a retrofitted model, which is not trained."""
-        return isinstance(self.model, MetaModel) and not (
-            self.settings.train_base or self.settings.fsdp
-        )
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """0: the Trainer would count the parameters anew at every step, for a figure that nothing here reads."""
@@ -109,15 +81,10 @@ class MetaTokenTrainer(Trainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The schedule, over `decay_steps` if the settings have them, from `schedule_start` on."""
-        start = self.schedule_start
-        schedule = super().create_scheduler(
-            self.settings.decay_steps or num_training_steps, optimizer
-        )
-        factors = [factor(start) for factor in schedule.lr_lambdas]
-        rates = [rate * factor for rate, factor in zip(schedule.base_lrs, factors, strict=True)]
-        schedule.load_state_dict(schedule.state_dict() | {"last_epoch": start, "_last_lr": rates})
-        for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        steps = self.settings.decay_steps or num_training_steps
+        schedule: Any = super().create_scheduler(steps, optimizer)
+        schedule.last_epoch = self.schedule_start - 1
+        schedule._initial_step()  # a step, which sets the optimizer's rates
         return schedule
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -127,61 +94,23 @@ class MetaTokenTrainer(Trainer):
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        folder = Path(output_dir or self.args.output_dir)
-        if not self.saves_delta:
-            super()._save(output_dir, state_dict)
-            make_adapter_portable(self.model, folder)
-        elif self.args.should_save:
-            self._save_delta(folder)
-            self.processing_class.save_pretrained(folder)
+        if isinstance(self.model, MetaModel) and not self.settings.train_base:
+            state_dict = added_parameters(self.model)
+        super()._save(output_dir, state_dict)
 
-    def _save_delta(self, folder: Path) -> None:
-        if self.model.base_is_elsewhere:
-            save_meta(self.model, folder)
-            return
-        # Without the checks of `save_meta`: the base's weights may have changed since meta-attention was added.
-        folder.mkdir(parents=True, exist_ok=True)
-        parameters = added_parameters(self.model).items()
-        weights = {name: parameter.detach().contiguous() for name, parameter in parameters}
-        save_file(weights, folder / DELTA_WEIGHTS, metadata={"format": "pt"})
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        delta = Path(resume_from_checkpoint) / DELTA_WEIGHTS
-        with _reading(resume_from_checkpoint):
-            if not delta.exists():
-                super()._load_from_checkpoint(resume_from_checkpoint, model)
-                return
-            weights = load_file(delta)
-            with torch.no_grad():
-                for name, parameter in added_parameters(self.model).items():
-                    parameter.copy_(weights[name])
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with _reading(checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        with _reading(checkpoint):
-            super()._load_rng_state(checkpoint)
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Say nothing: checkpoints leave out a base that is not trained."""
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        with _reading(checkpoint):
-            super()._load_scaler(checkpoint)
-
-    def restore(self, checkpoint: Path) -> None:
-        """Load a checkpoint's weights into the model."""
-        if self.is_fsdp_enabled:  # before the model is wrapped
-            self.model.load_state_dict(load_model(checkpoint).state_dict())
-        else:
-            self._load_from_checkpoint(str(checkpoint))
+        """Load nothing: no setting scales the loss, so such a file in a checkpoint is somebody else's."""
 
     def training_step(
         self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Compute a micro-batch's gradient; keep its loss for the message if training stops, and count all tokens."""
+        """Compute a micro-batch's gradient, and count the tokens of all processes."""
         self.tokens_read += inputs["input_ids"].numel() * process_count()
-        self._loss = super().training_step(model, inputs, *args, **kwargs)
-        return self._loss
+        loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+        return loss
 
     def compute_loss(
         self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any
@@ -203,9 +132,9 @@ class MetaTokenTrainer(Trainer):
         if not math.isfinite(norm):
             step, batch = self.state.global_step, self.settings.batch
             raise UserError(
-                f"training stopped before step {step + 1}: the loss is {float(self._loss):g} and the gradient's norm "
-                f"{float(norm):g}, at learning rate {self._get_learning_rate():g}, on the items {step * batch} to "
-                f"{(step + 1) * batch - 1} of the training data; the last checkpoint is kept, and a lower "
+                f"training stopped before step {step + 1}: the gradient's norm is {float(norm):g}, at learning rate "
+                f"{self._get_learning_rate():g}, on the items {step * batch} to {(step + 1) * batch - 1} of the "
+                "training data; the last checkpoint is kept, and a lower "
                 "training.learning_rate or a longer warm-up is the usual remedy."
             )
         return norm
@@ -305,25 +234,17 @@ def train(
         schedule_start: the step of the learning rate's schedule at which the training begins.
 
     Raises:
-        UserError: if the settings do not fit the model or each other, PEFT is missing, an adapter's base is not on the
-            disk, a checkpoint is damaged, has more than tensors or lacks the base that FSDP needs, or a gradient is
-            not finite.
+        UserError: if the settings do not fit the model, PEFT is missing, the last checkpoint has more than tensors in
+            it, or a gradient is not finite.
     """
     if settings.text_window is not None:
-        apply_text_window(
-            model, settings.text_window, settings.text_sinks, settings.text_full_layers
-        )
-    _print_share_in_cache(model, dataset)
-    model, tuned = _made_trainable(model, settings)
+        apply_text_window(model, settings.text_window, full_layers=settings.text_full_layers)
+    trained = _made_trainable(model, settings)
     _check_teacher(model, settings)
     checkpoints = out / "checkpoints"
     checkpoint = last_good_checkpoint(checkpoints)
-    if settings.fsdp and checkpoint is not None and (checkpoint / DELTA_WEIGHTS).exists():
-        raise UserError(
-            f"{checkpoint} lacks the base's weights, which FSDP needs: continue without training.fsdp."
-        )
     trainer = MetaTokenTrainer(
-        model=tuned,
+        model=trained,
         args=_arguments(settings, checkpoints, saves=bracket_weight is None),
         train_dataset=dataset,
         processing_class=tokenizer,
@@ -333,28 +254,27 @@ def train(
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(RunCallback(trainer, progress, probe))
-    state = None if checkpoint is None else _state_of(checkpoint)
-    if checkpoint is not None and state is not None and state.global_step == settings.max_steps:
+    if checkpoint is not None and _step_of(checkpoint) == settings.max_steps:
         # The run was interrupted after its last checkpoint. The Trainer would train one step more.
-        trainer.restore(checkpoint)
-        trainer.state = state
+        trainer._load_from_checkpoint(str(checkpoint))
+        trainer.state = TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}")
     else:
         micro_batches = settings.batch // settings.per_device_train_batch_size
         with (
             position_jumps(model, settings.position_jumps),
             bracket_loss(model, bracket_weight, micro_batches),
         ):
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    _save_run(trainer, tuned, out)
+            _train_from(checkpoint, trainer)
+    _save_run(trainer, trained, out)
 
 
-def _print_share_in_cache(model: PreTrainedModel, dataset: Any) -> None:
-    """Print what a cache holds of the first training items, if the model has a text window."""
-    if getattr(model.config, "text_window", None) is None or not is_first_process():
-        return
-    items = [dataset[index] for index in range(min(len(dataset), 16))]
-    texts = [item["input_ids"] if isinstance(item, dict) else item.input_ids for item in items]
-    print(cache_share_line(measure_cache_share(model, texts)), file=sys.stderr)
+def _train_from(checkpoint: Path | None, trainer: MetaTokenTrainer) -> None:
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except UnpicklingError as error:
+        raise UserError(
+            f"the checkpoint {checkpoint} cannot be loaded: it has more than tensors in it."
+        ) from error
 
 
 def _check_teacher(model: Any, settings: TrainingSettings) -> None:
@@ -369,72 +289,26 @@ def _check_teacher(model: Any, settings: TrainingSettings) -> None:
 
 def _save_run(trainer: MetaTokenTrainer, model: Any, out: Path) -> None:
     """Write the model and the curve to `out`; called in all processes, which may train the model further."""
-    settings = trainer.settings
-    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if settings.fsdp else None
-    if settings.lora_rank and not settings.keep_adapter:
+    if trainer.settings.lora_rank:
         model = model.merge_and_unload()
     if trainer.is_world_process_zero():
         _write_curve(trainer.state.log_history, out / "curve.jsonl")
-        save_model(model, trainer.processing_class, out, weights)
+        save_model(model, trainer.processing_class, out)
     trainer.accelerator.wait_for_everyone()  # the others may load what the first one saves
 
 
-@contextmanager
-def _reading(checkpoint: str | Path | None) -> Iterator[None]:
-    """Turn what libraries raise for a file of a checkpoint into a UserError; the Trainer runs no code in such files."""
-    try:
-        yield
-    except UserError:
-        raise
-    except UnpicklingError as error:
-        raise UserError(
-            f"the checkpoint {checkpoint} cannot be loaded: it has more than tensors in it."
-        ) from error
-    except (EOFError, RuntimeError, SafetensorError, *DAMAGED) as error:
-        reason = f"{type(error).__name__}: {one_line(error)}"
-        raise UserError(
-            f"the checkpoint {checkpoint} cannot be loaded: a file in it is damaged ({reason})."
-        ) from error
-
-
-def _state_of(checkpoint: Path) -> TrainerState:
-    """The Trainer's state in a checkpoint, whose step is in the folder's name."""
-    with _reading(checkpoint):
-        state = TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}")
-        if checkpoint.name != f"checkpoint-{state.global_step}":
-            raise ValueError(f"{TRAINER_STATE_NAME} is of step {state.global_step}")
-        if not all(isinstance(point, dict) and "step" in point for point in state.log_history):
-            raise ValueError(f"{TRAINER_STATE_NAME} has a line without a step")
-    return state
-
-
-def _made_trainable(model: Any, settings: TrainingSettings) -> tuple[Any, Any]:
-    """The model without its adapters, and what the Trainer gets: that model, or PEFT's wrapper with the adapters."""
-    if settings.lora_rank and settings.fsdp:
-        raise UserError("training.lora_rank does not go with training.fsdp; leave one of them out.")
-    if settings.keep_adapter and (getattr(model, "read_from", "") or model.name_or_path) in (
-        "",
-        UNSAVED,
-    ):
-        raise UserError(
-            "training.keep_adapter needs a base that is on the disk as it is now: save the model first."
-        )
-    tuned = model
-    # The adapters of an earlier training, which are trained further.
-    if hasattr(model, "get_base_model"):
-        check_rank(tuned, settings.lora_rank)
-        model = model.get_base_model()
-        model.base_is_elsewhere = False
-    else:
-        if isinstance(model, MetaModel):
-            freeze_base(model, trained=settings.train_base)
-            model.base_is_elsewhere &= not (settings.train_base or settings.lora_rank)
-        if settings.lora_rank:
-            tuned = with_lora(model, settings.lora_rank)
-    trained_types = {parameter.dtype for parameter in tuned.parameters() if parameter.requires_grad}
+def _made_trainable(model: Any, settings: TrainingSettings) -> Any:
+    """What the Trainer gets: the model, or PEFT's wrapper of it with adapters."""
+    trained = model
+    if isinstance(model, MetaModel):
+        freeze_base(model, trained=settings.train_base)
+        model.base_is_elsewhere &= not (settings.train_base or settings.lora_rank)
+    if settings.lora_rank:
+        trained = with_lora(model, settings.lora_rank)
+    trained_types = {weight.dtype for weight in trained.parameters() if weight.requires_grad}
     if trained_types & {torch.bfloat16, torch.float16}:
-        tuned.float()  # half precision rounds small steps away
-    return model, tuned
+        trained.float()  # half precision rounds small steps away
+    return trained
 
 
 def _arguments(settings: TrainingSettings, checkpoints: Path, *, saves: bool) -> TrainingArguments:
@@ -450,19 +324,12 @@ def _arguments(settings: TrainingSettings, checkpoints: Path, *, saves: bool) ->
         use_cpu=settings.use_cpu or not torch.cuda.is_available(),
         disable_tqdm=True,
         logging_first_step=True,
-        report_to=settings.report_to.split(","),
         ddp_find_unused_parameters=False,
-        fsdp=settings.fsdp,
-        fsdp_config=FSDP if settings.fsdp else None,
         **settings.model_dump(include={*TrainerSettings.model_fields}),
     )
     if arguments.n_gpu > 1:
         # The Trainer would give each GPU a batch (DataParallel), so a step would read more items than the settings ask.
-        print(
-            f"one process trains on one of the {arguments.n_gpu} GPUs; `torchrun --nproc-per-node {arguments.n_gpu} -m "
-            "metatokens ...` starts a process for each, which train together.",
-            file=sys.stderr,
-        )
+        print("one of several GPUs is used; torchrun starts a process for each.", file=sys.stderr)
         arguments._n_gpu = 1
     return arguments
 
@@ -482,23 +349,9 @@ def _write_curve(log_history: Iterable[Mapping[str, float]], path: Path) -> None
                 file.write(json.dumps({name: entry[name] for name in names}) + "\n")
 
 
-def check_trackers(settings: TrainingSettings) -> None:
-    """Refuse a tracker in `report_to` that is unknown or not installed."""
-    if settings.report_to in ("none", "all"):
-        return
-    installed = get_available_reporting_integrations()
-    for tracker in settings.report_to.split(","):
-        if tracker not in installed:
-            raise UserError(
-                f"training.report_to names the tracker {tracker!r}, which is not installed; give none, all, or some "
-                f"of: {', '.join(installed) or '(none is installed)'}."
-            )
-
-
 def last_good_checkpoint(folder: Path) -> Path | None:
     """The newest complete and unaltered checkpoint in `folder`. Newer ones, which are damaged, are removed."""
-    complete = [path for path in folder.glob("checkpoint-*") if _step_of(path).isdecimal()]
-    for path in sorted(complete, key=lambda path: int(_step_of(path)), reverse=True):
+    for path in sorted(folder.glob("checkpoint-[0-9]*"), key=_step_of, reverse=True):
         try:
             verify_manifest(path)
         except UserError as error:
@@ -510,5 +363,5 @@ def last_good_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def _step_of(checkpoint: Path) -> str:
-    return checkpoint.name.removeprefix("checkpoint-")
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
