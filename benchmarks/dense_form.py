@@ -91,7 +91,9 @@ class Switch:
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
             rotary = rotary_tables(positions, settings.head_size, settings.rope_theta)
             rows = DenseRows(ids == decoder.meta_config.meta_token_id)
-            context.thread.running.context = context.ForwardContext(rows, rotary, None)
+            context.thread.running.context = context.ForwardContext(
+                rows, rotary, mask=None, attend=None, engine={}
+            )
 
 
 def units(base: Any, model: Any, length: int, new_tokens: int, device: str) -> dict[str, Unit]:

@@ -149,7 +149,7 @@ def test_what_was_added_goes_from_the_command_to_python_and_back(shell: Shell, t
         assert len(file.keys()) == 1 + 3 * 30
     other = base()
     other.model.layers[0].self_attn.q_proj.weight.data.mul_(1.001)
-    with pytest.raises(UserError, match="the weights have other checksums"):
+    with pytest.raises(UserError, match="the weights have another checksum"):
         metatokens.load_meta(other, shell.folder / "added")
 
 

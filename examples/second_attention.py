@@ -27,8 +27,6 @@ class NearTextAttention(MetaAttention):
             k, v = cache.update(k, v, self.layer_idx)
         k, is_meta_key, v = k[..., :-1], k[..., -1] == 1, v[..., :-1]
         is_static = cache is not None and cache.is_compileable
-        if is_static and self.config.text_window is not None:
-            raise ValueError("such a cache mixes up the order of the keys; use one that grows")
         cached = 0 if is_static else k.shape[2] - x.shape[1]
         seen = torch.ones(x.shape[1], k.shape[2], dtype=torch.bool, device=x.device).tril(cached)
         if mask is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from markdown_it import MarkdownIt
 from scipy import stats
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.main import get_command
 
 import metatokens
@@ -96,10 +96,7 @@ def demo(
     for model in ("pretrained", "list_recall/128"):
         shutil.copytree(small_model(), Path("runs/demo/models/meta", model))
     tokenizer = small_store.tokenizer
-    before_meta = (
-        small_store.tokenizer.meta_token_id
-    )  # the entries that a GPT-2's own tokenizer has
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=before_meta, n_embd=16, n_layer=1, n_head=2))
+    before_meta = small_store.manifest.meta_token_id  # the entries that a base's own tokenizer has
     sizes = {
         "hidden_size": 16,
         "intermediate_size": 16,
@@ -107,9 +104,8 @@ def demo(
         "num_attention_heads": 2,
     }
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=before_meta, **sizes))
-    for name, model in (("my/gpt2", gpt2), ("my/llama", llama)):
-        model.save_pretrained(name)
-        tokenizer.save_pretrained(name)
+    llama.save_pretrained("my/llama")
+    tokenizer.save_pretrained("my/llama")
     shutil.copy(small_corpus, "my/text.txt")
     [record] = blocks_in(README, "json")
     Path("my/train.jsonl").write_text(record * 3, encoding="utf-8")

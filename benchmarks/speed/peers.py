@@ -2,8 +2,7 @@
 
 This package's own models have the project's names: `gpt2`, `pause`, `twin`, `meta`. `dense` is `meta` computed as the
 paper computes it, under a mask over all positions. `transformers` is that library's GPT-2 in its default form (learned
-positions, biases, the tanh approximation of GELU). `gpt2-learned` is the same function in this package, converted from
-it.
+positions, biases, the tanh approximation of GELU). `gpt2-learned` is the same function in this package.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,10 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import Cache, GPT2Config, GPT2LMHeadModel
 
 from metatokens.model.attention import AttentionFunction, CausalAttention, linear
-from metatokens.model.cache import Entries, MetaTokenCache
+from metatokens.model.cache import Entries
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import Rotary
@@ -65,15 +64,14 @@ class DenseMetaAttention(CausalAttention):
         rotary: Rotary | None,
         mask: Tensor | None,
         attend: AttentionFunction,
-        cache: MetaTokenCache | None,
+        cache: Cache | None,
         log_keys: Tensor | None = None,
         engine: Mapping[str, Any] | None = None,
     ) -> tuple[Tensor, None]:
         """Attend, as `CausalAttention.forward`, without `mask` and `attend`."""
         q, k, v = self.project(x, rotary, log_keys=log_keys)
         if cache is not None:
-            new = Entries(k, v, self.slots, torch.full_like(self.slots, -1))
-            (k, v, *_), _ = cache.layers[self.block].update_second(new)
+            k, v, _ = cache.layers[self.block].update_second(Entries(k, v, self.slots))
         out = scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=self.scaling)
         out = linear(self.out_proj, out.transpose(1, 2).reshape(x.shape))
         return out.masked_fill(self.slots[:, :, None] < 0, 0.0), None
@@ -99,9 +97,7 @@ def dense_model(model: MetaGPT2ForCausalLM) -> MetaGPT2ForCausalLM:
     return model
 
 
-def dense_mask(
-    x: Tensor, rows: GatheredRows | None, cache: MetaTokenCache | None
-) -> tuple[Tensor, Tensor]:
+def dense_mask(x: Tensor, rows: GatheredRows | None, cache: Cache | None) -> tuple[Tensor, Tensor]:
     """The places of the meta-tokens in x (batch, length, width), and the paper's matrices M + P, ready to be added.
 
     Returns:
@@ -111,7 +107,7 @@ def dense_mask(
     slots = torch.full(x.shape[:2], -1, device=x.device)
     if rows is not None:
         # Padding points at some position too.
-        slots = slots.scatter_reduce(1, rows.index, rows.slots, "amax")
+        slots = slots.scatter_reduce(1, rows.indices, rows.slots, "amax")
     second = None if cache is None else cache.layers[0].second
     keys = slots if second is None else torch.cat([second.slots, slots], dim=1)
     seen = (keys[:, None, :] >= 0) & (keys[:, None, :] <= slots[:, :, None])
@@ -177,10 +173,6 @@ _PLAIN = {"second_attention": "none"}
 _LEARNED = _PLAIN | {"position_embedding": "learned", "bias": True, "activation": "gelu_new"}
 
 
-def _converted(config: MetaGPT2Config) -> MetaGPT2ForCausalLM:
-    return MetaGPT2ForCausalLM.from_gpt2(gpt2_of_transformers(config))
-
-
 PEERS = {
     "gpt2": Peer(MetaGPT2ForCausalLM, _PLAIN),
     "pause": Peer(MetaGPT2ForCausalLM, _PLAIN, inserts=True),
@@ -193,5 +185,5 @@ PEERS = {
         dense=True,
     ),
     "transformers": Peer(gpt2_of_transformers, _LEARNED),
-    "gpt2-learned": Peer(_converted, _LEARNED),
+    "gpt2-learned": Peer(MetaGPT2ForCausalLM, _LEARNED),
 }

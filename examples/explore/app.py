@@ -79,7 +79,7 @@ class Explorer:
         for given in models:
             folder = fetch_model(given)
             self.models[str(given)] = (
-                load_model(folder, None, **placing),
+                load_model(folder, **placing),
                 load_tokenizer(str(folder)),
             )
         self._lock = Lock()

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from metatokens.data.prompts import encode_prompt
     from metatokens.looking.look import look
     from metatokens.looking.page import Look
-    from metatokens.model.cache import MetaTokenCache
     from metatokens.model.configuration import MetaGPT2Config
     from metatokens.model.modeling import MetaGPT2ForCausalLM, MetaGPT2Model
     from metatokens.retrofit.classes import MetaTokensConfig, freeze_base
@@ -33,7 +32,6 @@ _HOMES = {
     "MetaGPT2Config": "metatokens.model.modeling",  # which makes the model's class known too
     "MetaGPT2ForCausalLM": "metatokens.model.modeling",
     "MetaGPT2Model": "metatokens.model.modeling",
-    "MetaTokenCache": "metatokens.model.cache",
     "MetaTokenCollator": "metatokens.data.collating",
     "MetaTokensConfig": "metatokens.retrofit.classes",
     "add_meta_attention": "metatokens.retrofit.injection",
@@ -52,7 +50,6 @@ __all__ = [
     "MetaGPT2Config",
     "MetaGPT2ForCausalLM",
     "MetaGPT2Model",
-    "MetaTokenCache",
     "MetaTokenCollator",
     "MetaTokensConfig",
     "add_meta_attention",

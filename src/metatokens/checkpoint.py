@@ -15,8 +15,6 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -37,7 +35,7 @@ from metatokens.files import (
     write_whole,
 )
 from metatokens.machine import local_rank
-from metatokens.model.configuration import REMOTE_CODE_FILE, MetaGPT2Config, SecondAttention
+from metatokens.model.configuration import REMOTE_CODE_FILE, MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.wrappers import takes_wrapped
 from metatokens.retrofit.classes import MODEL_TYPE, MetaModel
@@ -50,12 +48,12 @@ WEIGHTS = "model.safetensors"
 SHARDS = "model.safetensors.index.json"  # names the file of each tensor, where weights are in several files
 
 _MAX_INDEX_BYTES = 2**24
-_CLASSES = {MetaGPT2Config: MetaGPT2ForCausalLM, GPT2Config: GPT2LMHeadModel}
+_CLASSES = {MetaGPT2Config: MetaGPT2ForCausalLM}
 # Encoder models that can also run as decoders (BERT, say) are in both lists.
 _DECODERS = (
     auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
 )
-_KINDS = {"meta_gpt2", "gpt2", MODEL_TYPE, *_DECODERS}
+_KINDS = {"meta_gpt2", MODEL_TYPE, *_DECODERS}
 # Buffers in published GPT-Neo checkpoints.
 _OLD_MASK = re.compile(r"\.attn\.attention\.(masked_)?bias$")
 
@@ -216,20 +214,17 @@ def _base_folder(folder: Path, name: str) -> Path:
 
 def load_model(
     folder: str | Path,
-    second_attention: SecondAttention | None = None,
     *,
     device: str | None = None,
     dtype: str | None = None,
 ) -> PreTrainedModel:
     """Load a model of this package, a retrofitted one, or any other causal language model of transformers.
 
-    A GPT-2 is converted to a `MetaGPT2ForCausalLM`. Any other model of transformers stays as it is, and has no
-    meta-token: its `config.meta_token_id` is None.
+    A model of transformers stays as it is, and has no meta-token: its `config.meta_token_id` is None.
 
     Args:
         folder: a folder that `save_model`, transformers' `save_pretrained` or `save_meta` wrote. The base of a delta is
             loaded from where it was, on disk or on the Hub.
-        second_attention: the second attention to give a GPT-2 (`MetaGPT2ForCausalLM.from_gpt2`).
         device: `cpu` or `cuda`; by default the GPU if there is one.
         dtype: `float32` or `bfloat16`; by default that of the weights on disk. Meta-attention that was added to a base
             stays in float32.
@@ -246,9 +241,7 @@ def load_model(
     is_whole = (folder / WEIGHTS).is_file() or (folder / SHARDS).is_file()
     is_delta = not is_whole and (folder / DELTA).is_file()
     model = _with_delta(folder, dtype) if is_delta else _load(folder, _KINDS, dtype)
-    if isinstance(model, GPT2LMHeadModel) and not isinstance(model, MetaModel):
-        model = MetaGPT2ForCausalLM.from_gpt2(model, second_attention or "none")
-    elif not isinstance(model, MetaModel | MetaGPT2ForCausalLM):
+    if not isinstance(model, MetaModel | MetaGPT2ForCausalLM):
         model.config.meta_token_id = None
         model.config.position_embedding = position_embedding_of(model)
     if device in (None, "cuda") and torch.cuda.is_available():

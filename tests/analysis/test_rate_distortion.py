@@ -22,7 +22,7 @@ from metatokens.analysis.rate_distortion import (
     score,
 )
 from metatokens.errors import UserError
-from metatokens.model.interventions import NoPosition, intervene
+from metatokens.model.interventions import Intervention, intervene
 from metatokens.records import About
 from tests.analysis.recording_oracle import bare_example
 from tests.model.tiny_models import META, random_rows, tiny_model
@@ -194,7 +194,7 @@ def test_held_out_examples_are_not_trained_on(examples, monkeypatch):
 def test_an_intervention_is_in_force(examples):
     model = tiny_model()
 
-    with intervene(model, NoPosition()):
+    with intervene(model, Intervention("no_pos")):
         within = rate_distortion(model, examples, ABOUT)
     without = rate_distortion(model, examples, ABOUT)
 

@@ -42,7 +42,6 @@ RECORDS = [
 PROMPT = "The cat sat. _PAUSE_ It slept on the mat for a long time."
 LINE = r"text_window \d+: a cache keeps ([\d.]+) % of the keys and values, ([\d,]+) bytes for each text"
 WINDOW = "--set training.text_window"
-ADAPTER = "--set training.text_full_layers=[1] --set training.lora_rank=2 --set training.keep_adapter=true"
 
 
 def kept_share(prompts: Sequence[Sequence[int]], meta: int, window: int) -> float:

@@ -6,18 +6,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import DynamicCache
 
-from metatokens import MetaGPT2ForCausalLM, MetaTokenCache
+from metatokens import MetaGPT2ForCausalLM
 from metatokens.errors import UserError
-from metatokens.model.interventions import (
-    Intervention,
-    Neither,
-    NoEmbedding,
-    Noise,
-    NoPosition,
-    intervene,
-)
+from metatokens.model.interventions import Intervention, intervene
 from tests.model.agreement import assert_close
 from tests.model.dense_oracle import DenseOracle
 from tests.model.generating import greedy_text
@@ -50,12 +43,10 @@ def logits_with(
 @pytest.mark.parametrize(
     ("name", "intervention"),
     [
-        ("no_pos", NoPosition()),
-        ("no_embed", NoEmbedding()),
-        ("neither", Neither()),
-        ("noise:0", Noise(0.0)),
-        ("noise:1:meta", Noise(1.0, meta_only=True)),
-        ("noise:1e-05:meta:raw", Noise(1e-5, meta_only=True, raw=True)),
+        ("no_pos", Intervention("no_pos")),
+        ("noise:0.25", Intervention("noise", 0.25, meta_only=False)),
+        ("noise:1:meta", Intervention("noise", 1.0)),
+        ("noise:1e-05:meta:raw", Intervention("noise", 1e-5, raw=True)),
     ],
 )
 def test_names(name: str, intervention: Intervention) -> None:
@@ -70,21 +61,6 @@ def test_other_names_are_refused(name: str) -> None:
     allowed = r"no_pos, no_embed, neither, noise:S\[:meta\]\[:raw\] with S at least 0\.$"
     with pytest.raises(UserError, match=f"^no intervention '{name}'; allowed are {allowed}"):
         Intervention.parse(name)
-
-
-def test_a_new_intervention_is_a_new_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Intervention, "kinds", dict(Intervention.kinds))
-
-    class Doubled(Intervention, usage="doubled"):
-        has_positions = False
-
-        def change_embeddings(self, embeddings: Tensor) -> Tensor:
-            return 2 * embeddings
-
-    model, is_meta = shared_model(), IDS == META
-    embeddings = model.get_input_embeddings()(IDS) * torch.where(is_meta, 2, 1)[..., None]
-    expected = model(inputs_embeds=embeddings, meta_token_mask=is_meta).logits
-    assert torch.equal(logits_with(model, "doubled"), expected)
 
 
 # --- what they do
@@ -182,7 +158,7 @@ def test_the_seed_decides_the_noise(position_embedding: str, name: str, edited: 
 @POSITIONS
 def test_contexts_can_be_nested(position_embedding: str) -> None:
     model = shared_model(position_embedding=position_embedding)
-    with intervene(model, NoPosition()):
+    with intervene(model, Intervention("no_pos")):
         assert torch.equal(model(IDS).logits, logits_with(model, "no_pos"))
         assert torch.equal(logits_with(model, "no_embed"), logits_with(model, "neither"))
 
@@ -200,7 +176,7 @@ def test_cached_steps_give_the_logits_of_one_pass(
     ids, mask = pad(ROWS)
     with intervene(model, Intervention.parse(name)):
         expected = model(ids, attention_mask=mask).logits
-        logits, _ = in_steps(model, ids, mask, [1, 5, 12], MetaTokenCache(model.config))
+        logits, _ = in_steps(model, ids, mask, [1, 5, 12], DynamicCache())
 
     assert_close(logits[mask.bool()], expected[mask.bool()], ROUNDED_DOUBLE)
 
@@ -274,18 +250,12 @@ def test_the_models_type_stays(name: str, position_embedding: str) -> None:
 # --- models that lack something
 
 
-def gpt2() -> MetaGPT2ForCausalLM:
-    """A converted GPT-2, which has no meta-token."""
-    config = GPT2Config(n_embd=32, n_layer=1, n_head=4, n_positions=48, vocab_size=64)
-    return MetaGPT2ForCausalLM.from_gpt2(GPT2LMHeadModel(config).eval())
-
-
 @pytest.mark.parametrize("name", AT_META)
 def test_what_a_model_lacks_cannot_be_changed(name: str) -> None:
     with pytest.raises(
         UserError, match=f"^{name} changes meta-tokens, and this model has no meta_token_id"
     ):
-        logits_with(gpt2(), name)
+        logits_with(shared_model(meta_token_id=None, second_attention="none"), name)
     if name != "no_embed":
         with pytest.raises(
             UserError, match=f"^{name} changes positions.*position_embedding 'none'"
@@ -295,7 +265,7 @@ def test_what_a_model_lacks_cannot_be_changed(name: str) -> None:
 
 def test_other_inputs_than_ids_are_refused() -> None:
     model = shared_model()
-    with intervene(model, NoEmbedding()):
+    with intervene(model, Intervention("no_embed")):
         with pytest.raises(UserError, match="by their ids: give input_ids, and no inputs_embeds"):
             model(inputs_embeds=torch.zeros(1, 3, 32))
         with pytest.raises(UserError, match="by their ids: give input_ids, and no meta_token_mask"):

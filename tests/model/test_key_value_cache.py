@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import DynamicCache
 
-from metatokens import MetaTokenCache
 from tests.model.agreement import assert_close
 from tests.model.in_pieces import in_steps
 from tests.model.tiny_models import (
@@ -29,9 +29,9 @@ def test_steps_of_any_size_give_the_logits_of_one_pass(fields: Fields, cuts: set
     model, (ids, mask) = shared_model(**fields), pad(ROWS)
     expected = model(ids, attention_mask=mask).logits
 
-    logits, _ = in_steps(model, ids, mask, sorted(cuts), MetaTokenCache(model.config))
+    logits, _ = in_steps(model, ids, mask, sorted(cuts), DynamicCache())
     # A whole row.
-    without_mask, _ = in_steps(model, ids[:1], None, sorted(cuts), MetaTokenCache(model.config))
+    without_mask, _ = in_steps(model, ids[:1], None, sorted(cuts), DynamicCache())
 
     assert_close(logits[mask.bool()], expected[mask.bool()], ROUNDED_DOUBLE)
     assert_close(without_mask, expected[:1], ROUNDED_DOUBLE)
@@ -54,7 +54,7 @@ def test_meta_attention_stores_keys_of_meta_tokens_alone() -> None:
 def test_a_cache_filled_without_gradients_goes_on_with_them_and_the_other_way_round(
     contexts: tuple,
 ) -> None:
-    model, cache = shared_model(), MetaTokenCache(shared_model().config)
+    model, cache = shared_model(), DynamicCache()
     ids = torch.tensor(random_rows((12, 12)))
     expected = model(ids).logits.detach()
     for number, context in enumerate(contexts):

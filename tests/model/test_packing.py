@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DataCollatorWithFlattening, DynamicCache, PreTrainedModel, StaticCache
+from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 
 from metatokens import set_text_window
 from metatokens.errors import UserError
@@ -14,30 +14,16 @@ from tests.model.agreement import assert_close
 from tests.numbers import ROUNDED, decoder_roundings, rounding_bound
 from tests.retrofit.architectures import META
 from tests.retrofit.callers import SETTINGS, model_of, rounded
-from tests.retrofit.packed import SEQUENCES, SINKS, WINDOW, alone, block_mask, packed
+from tests.retrofit.packed import SEQUENCES, alone, block_mask, packed
 
-# `opt` takes the masks of a text window, and makes none for itself.
-WINDOWED = ("gpt2", "gpt_neox", "llama", "opt")
-WINDOWS = {"all text": None, "text_window": (), "text_full_layers": (1,)}
 BOTH_CALLERS = pytest.mark.parametrize("caller", ["rope-meta", "llama"])
 
 
-def with_window(model: PreTrainedModel, window: str) -> PreTrainedModel:
-    """The model, which forgets text if the window has a name in `WINDOWS` that says so."""
-    full_layers = WINDOWS[window]
-    if full_layers is not None:
-        set_text_window(model, WINDOW, SINKS, full_layers)
-    return model
-
-
-@pytest.mark.quick(caller=["learned-meta", "rope-causal", "log_length-none-meta", "llama", "opt"])
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("caller", [*SETTINGS, *WINDOWED])
-def test_packed_is_alone(caller: str, window: str) -> None:
-    if caller == "opt" and window == "all text":
-        pytest.skip("OPT does not keep packed sequences apart, and is refused")
+@pytest.mark.quick(caller=["learned-meta", "rope-causal", "log_length-none-meta"])
+@pytest.mark.parametrize("caller", SETTINGS)
+def test_packed_is_alone(caller: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        model = with_window(model_of(caller, dtype=dtype), window)
+        model = model_of(caller, dtype=dtype)
         together, apart = model(**packed()).logits[..., :META], alone(model)
         roundings = decoder_roundings(dtype, blocks=4, width=64, length=12)
         assert_close(together, apart, rounding_bound(dtype, roundings))
@@ -46,12 +32,11 @@ def test_packed_is_alone(caller: str, window: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore")  # torch's own, of flex attention
-@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("attention", ["eager", "flex_attention"])
 @BOTH_CALLERS
-def test_other_attention_functions(caller: str, attention: str, window: str) -> None:
+def test_other_attention_functions(caller: str, attention: str) -> None:
     wider = {"hidden_size": 64} if caller in SETTINGS else {}
-    model = with_window(model_of(caller, dtype=torch.float32, **wider), window)
+    model = model_of(caller, dtype=torch.float32, **wider)
     expected = alone(model)
     model.set_attn_implementation(attention)
     with torch.compiler.set_stance("force_eager"):  # compiling flex attention would take minutes
@@ -109,13 +94,11 @@ def test_a_sequence_begins_where_positions_jump_back(caller: str) -> None:
         assert_close(logits[:, part], apart, rounded(model))
 
 
-@pytest.mark.quick(window=["text_full_layers"])
-@pytest.mark.parametrize("window", WINDOWS)
 @BOTH_CALLERS
 @torch.no_grad()
-def test_a_compiled_graph(caller: str, window: str) -> None:
+def test_a_compiled_graph(caller: str) -> None:
     torch._dynamo.reset()
-    model = with_window(model_of(caller), window)
+    model = model_of(caller)
     compiled = torch.compile(model, backend="eager", fullgraph=caller in SETTINGS)
     expected, batch = alone(model), packed()
     further: list[dict[str, Any]] = [{}]
@@ -137,6 +120,11 @@ def test_what_would_be_wrong_is_refused(caller: str) -> None:
             UserError, match="need position_ids that start again with each, not cu_seq_lens_q alone"
         ):
             run(batch["input_ids"], cu_seq_lens_q=batch["cu_seq_lens_q"], use_cache=False)
+    set_text_window(model, 3)
+    with pytest.raises(
+        UserError, match="packed into one row do not go together with a text_window"
+    ):
+        model(**batch)
 
 
 def test_an_attention_function_without_masks_is_refused() -> None:

@@ -248,7 +248,9 @@ def wrong_sites(name: str) -> float:
             model.set_experts_implementation("batched_mm")  # torch multiplies no groups in float64
         # Large language models have such outliers in the residual stream.
         model.get_input_embeddings().weight.data[:, 3] += outlier
-        sites = add_meta_attention(model, meta_token_id=META).config.meta_attention["sites"]
+        sites = add_meta_attention(model, meta_token_id=META).config.meta_attention[
+            "injection_points"
+        ]
         wrong += sum(re.fullmatch(expected, site) is None for site in sites)
     return float(wrong)
 

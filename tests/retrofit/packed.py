@@ -8,7 +8,6 @@ from transformers import DataCollatorWithFlattening, PreTrainedModel
 
 from tests.retrofit.architectures import META
 
-WINDOW, SINKS = 3, 1  # of models that forget text
 # Without a meta-token; beginning with one; of one token; of meta-tokens alone.
 SEQUENCES = [
     [5, 6, 7, 8, 9, 10],

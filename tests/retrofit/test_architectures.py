@@ -162,7 +162,7 @@ def test_a_head_with_fewer_rows_than_the_table(name: str) -> None:
     assert base(name).get_input_embeddings().weight.shape[0] > ROWS
     with pytest.raises(
         UserError,
-        match="has 320 rows, fewer than its table of embeddings: give, without a tokenizer",
+        match="has 320 rows, fewer than the table of embeddings: give, without a tokenizer",
     ):
         add_meta_attention(base(name), meta_token_id=ROWS)
     model = retrofitted(name)

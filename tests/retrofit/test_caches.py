@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 
 from metatokens.errors import UserError
 from tests.model.agreement import assert_close
@@ -66,89 +66,21 @@ def test_a_cache_that_was_changed_goes_on(caller: str, change: str) -> None:
     assert_close(after, expected, rounded(model))
 
 
-def test_blocks_with_a_state_forget_tokens_that_were_guessed_wrong() -> None:
-    """Such a layer of the cache has no length by which its meta-tokens could be found."""
-    model = shared("lfm2_moe")
-    with_metas = with_meta_tokens()[:1]
-    # Few words, so that guesses are right.
-    ids = torch.where(with_metas == META, META, with_metas % 12 + 1)
-    options = {
-        "attention_mask": torch.ones_like(ids),
-        "max_new_tokens": 20,
-        "do_sample": False,
-        "eos_token_id": None,
-    }
-    expected = model.generate(ids, use_cache=False, **options)
-
-    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), expected)
-
-
-# The first two tokens, the meta-tokens (every fourth), and a window.
-STAYING = [
-    0,
-    1,
-    3,
-    7,
-    11,
-    12,
-    13,
-]
-COMPRESSED = pytest.mark.parametrize("caller", ["rope-meta", "llama", "gpt_neox"])
-
-
-def ids_of_compressed() -> Tensor:
-    """Ids in which every fourth is a meta-token."""
-    ids = with_meta_tokens()
-    ids[ids == META] = 5
-    ids[:, 3::4] = META
-    return ids
-
-
+@pytest.mark.parametrize("caller", ["rope-meta", "llama", "gpt_neox"])
 @torch.no_grad()
-def compressed(
-    model: PreTrainedModel, entries: list[int] | slice = STAYING, read: int = READ
-) -> Cache:
-    """A cache of the first tokens without some entries, as methods that compress caches leave it."""
-    cache = model(ids_of_compressed()[:, :read], use_cache=True).past_key_values
+def test_a_cache_from_which_other_code_dropped_entries_is_refused(caller: str) -> None:
+    model, cache = shared_model_of(caller), deepcopy(filled(caller))
     for layer in cache.layers:
-        layer.keys = layer.keys[:, :, entries].contiguous()
-        layer.values = layer.values[:, :, entries].contiguous()
-    return cache
+        layer.keys, layer.values = layer.keys[:, :, 2:], layer.values[:, :, 2:]
+    message = "entries were dropped from this cache"
 
-
-@COMPRESSED
-@torch.no_grad()
-def test_a_cache_from_which_entries_were_dropped(caller: str) -> None:
-    """If positions are given, the rest is right: meta-tokens still see earlier ones, whose entries stayed."""
-    model, ids = shared_model_of(caller), ids_of_compressed()
-    mask = torch.ones(LENGTH, LENGTH).tril().bool()
-    mask[READ:, :READ] = False
-    mask[READ:, STAYING] = True
-    expected = logits(model, ids, attention_mask=mask.expand(2, 1, -1, -1))[:, READ:]
-
-    cache, pieces = compressed(model), []
-    for start, end in ((READ, READ + 4), (READ + 4, LENGTH)):
-        positions = torch.arange(start, end).expand(2, -1)
-        pieces.append(
-            model(ids[:, start:end], past_key_values=cache, position_ids=positions).logits
-        )
-
-    assert_close(torch.cat(pieces, dim=1)[..., :META], expected, rounded(model))
-    with pytest.raises(
-        UserError, match="entries were dropped from this cache, so that it cannot be cropped"
-    ):
+    with pytest.raises(UserError, match=message):
+        model(REST, past_key_values=cache)
+    with pytest.raises(UserError, match=message):
         cache.crop(-2)
 
 
-@COMPRESSED
-@torch.no_grad()
-def test_what_a_compressed_cache_cannot_do_is_refused(caller: str) -> None:
-    model, rest = shared_model_of(caller), ids_of_compressed()[:, READ : READ + 4]
-    with pytest.raises(
-        UserError, match="is not after that of the last meta-token in the cache: give position_ids"
-    ):
-        model(rest, past_key_values=compressed(model))
-    positions = torch.arange(READ, READ + 4).expand(2, -1)
-    mask = torch.ones(2, 1, 4, len(STAYING) + 4).tril(len(STAYING)).bool()
-    with pytest.raises(UserError, match="a mask of four dimensions"):
-        model(rest, past_key_values=compressed(model), position_ids=positions, attention_mask=mask)
+def test_a_block_with_a_state_does_not_forget_meta_tokens() -> None:
+    """As it would have to where `generate` guesses tokens, and some are wrong."""
+    with pytest.raises(UserError, match="a block with a state cannot forget meta-tokens"):
+        shared("lfm2_moe").generate(FIRST[:1], max_new_tokens=20, prompt_lookup_num_tokens=3)

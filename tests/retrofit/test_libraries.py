@@ -1,7 +1,5 @@
-"""Retrofitted models in the programs that people use: Trainer, PEFT, accelerate, pickle."""
+"""Retrofitted models in the programs that people use: Trainer, PEFT, accelerate."""
 
-import json
-import pickle
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ from transformers import (
 
 from metatokens import add_meta_attention, freeze_base, save_meta
 from metatokens.errors import UserError
-from tests.forked import Run
 from tests.model.tiny_models import tiny_model
 from tests.numbers import decoder_roundings, rounding_bound
 from tests.retrofit.architectures import (
@@ -66,7 +63,7 @@ def test_a_mask_of_meta_tokens_of_another_shape_is_refused(caller: str) -> None:
     model, ids = model_of(caller), with_meta_tokens()
     mask = ids == model.config.meta_token_id
     for wrong in (mask[:, :-2], mask[0], mask[:1]):
-        with pytest.raises(UserError, match=r"meta_token_mask has the shape .*, and the input"):
+        with pytest.raises(UserError, match="meta_token_mask needs the shape of the input"):
             model(ids, meta_token_mask=wrong)
 
     assert torch.equal(model(ids, meta_token_mask=mask).logits, model(ids).logits)
@@ -121,33 +118,6 @@ def test_a_trace_is_refused(caller: str) -> None:
     for example in (ids, text()):  # with meta-tokens, and without
         with pytest.raises(UserError, match=r"use torch\.export"):
             torch.jit.trace(model, (example,), strict=False)
-
-
-# --- another process
-
-
-@torch.inference_mode()
-def continue_pickled(folder: Path) -> None:
-    """Go on with models and caches in a process that has made neither, and write the logits."""
-    pairs = pickle.loads((folder / "pairs").read_bytes())
-    ids = with_meta_tokens()[:, :1]
-    torch.save(
-        [model(ids, past_key_values=cache).logits for model, cache in pairs], folder / "logits.pt"
-    )
-
-
-def test_a_pickle_is_read_by_another_process(tmp_path: Path, run_ranks: Run) -> None:
-    models, ids = [shared(name) for name in ("llama", "gpt2", "qwen3_next")], with_meta_tokens()
-    with torch.inference_mode():
-        pairs = [(model, model(ids, use_cache=True).past_key_values) for model in models]
-        (tmp_path / "pairs").write_bytes(pickle.dumps(pairs))
-        expected = [model(ids[:, :1], past_key_values=cache).logits for model, cache in pairs]
-
-    run_ranks(1, continue_pickled, tmp_path)
-
-    for ours, theirs in zip(expected, torch.load(tmp_path / "logits.pt"), strict=True):
-        # Not bit for bit: some processors round by the place in memory.
-        assert error(ours, theirs) < ROUNDED
 
 
 # --- Trainer
@@ -274,48 +244,13 @@ def test_adapters_around_the_embeddings_are_refused(choices: dict[str, Any]) -> 
         model(input_ids=with_meta_tokens())
 
 
-@pytest.mark.parametrize(
-    ("parts", "further"),
-    [
-        (["meta_token", "embed_tokens"], {}),
-        (["meta_attention", "meta_token", "lm_head"], {"ensure_weight_tying": True}),
-    ],
-)
-def test_an_adapter_that_names_the_meta_token_and_its_table(
-    parts: list[str], further: dict[str, Any], tmp_path: Path
-) -> None:
-    """The meta-token is trained and saved with the table, also by adapters saved before this was so."""
-    plain, ids = shared("llama", tie_word_embeddings=bool(further)), with_meta_tokens()
-    lora = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=parts, **further)
-    adapted = peft.get_peft_model(deepcopy(plain), lora)
-    start = adapted.get_input_embeddings().meta_token.weight.detach().clone()
-
-    fit(adapted, ids, steps=2, rate=0.01)
-
-    assert error(adapted.get_input_embeddings().meta_token.weight.detach(), start) > 1e-3
-    expected = logits(adapted.eval(), ids)
-    adapted.save_pretrained(tmp_path)
-    path = tmp_path / "adapter_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8"))
-    saved_parts = settings["modules_to_save"]
-    assert "meta_token" not in saved_parts
-    for names in (saved_parts, [*saved_parts, "meta_token"]):
-        path.write_text(json.dumps(settings | {"modules_to_save": names}), encoding="utf-8")
-        loaded = peft.PeftModel.from_pretrained(deepcopy(plain), tmp_path).eval()
-        assert torch.equal(logits(loaded, ids), expected)
-    assert error(logits(adapted.merge_and_unload(), ids), expected) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("first", "second"), [(["embed_tokens"], ["meta_token"]), ([], ["meta_token", "embed_tokens"])]
-)
-def test_adapters_that_differ_in_the_table_and_its_meta_token_are_refused(
-    first: list[str], second: list[str]
-) -> None:
+@pytest.mark.parametrize("parts", [["meta_token"], ["meta_token", "embed_tokens"]], ids=str)
+def test_adapters_that_separate_the_table_and_its_meta_token_are_refused(parts: list[str]) -> None:
     adapted = peft.get_peft_model(
-        retrofitted("llama"), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=first)
+        retrofitted("llama"),
+        peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"]),
     )
-    adapted.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"], modules_to_save=second))
+    adapted.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"], modules_to_save=parts))
     adapted.set_adapter("other")
 
     with pytest.raises(UserError, match="name the table alone, in each of them"):

@@ -129,12 +129,12 @@ def test_a_base_that_does_not_keep_them_apart_is_refused(name: str, attention: s
         assert error(got, logits(model, torch.tensor(SEQUENCES[4:5]))) < ROUNDED
 
 
-def test_blocks_with_a_state_need_more_than_positions() -> None:
+def test_a_base_with_blocks_with_a_state_is_refused() -> None:
     batch = packed()
     with pytest.raises(
-        UserError, match="keep packed sequences apart by cu_seq_lens_q and seq_idx alone"
+        UserError, match="this base has blocks with a state; give each packed sequence its own row"
     ):
-        shared("qwen3_next")(batch["input_ids"], position_ids=batch["position_ids"])
+        shared("qwen3_next")(**batch)
 
 
 @pytest.mark.parametrize("name", ["bloom", "mpt"])

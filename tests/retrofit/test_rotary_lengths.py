@@ -1,4 +1,4 @@
-"""Rotary frequencies that depend on the length of a text: the chunks of a prompt have those of the whole prompt."""
+"""Rotary frequencies that depend on the length of a text: such a prompt is read at once."""
 
 from typing import Any
 
@@ -10,9 +10,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from metatokens import add_meta_attention, set_text_window
-from metatokens.errors import UserError
 from metatokens.model import generation
-from metatokens.model.positions import steady_length
+from metatokens.model.positions import rotates_by_length
 from tests.model.agreement import assert_close
 from tests.model.tiny_models import META, random_rows, randomize, tiny_model
 from tests.retrofit.architectures import train_like
@@ -83,7 +82,7 @@ def test_types_whose_frequencies_depend_on_the_length(kind: str) -> None:
         embedding(x, torch.arange(length)[None])[0][:, :8] for length in (8, SHORT, SHORT + 1)
     ]
 
-    assert steady_length(config) == (SHORT if kind in ROPE else None)
+    assert rotates_by_length(config) == (kind in ROPE)
     assert torch.equal(tables[0], tables[1])
     assert torch.equal(tables[0], tables[2]) == (kind not in ROPE)
 
@@ -99,24 +98,9 @@ def test_a_prompt_that_changes_the_frequencies_is_read_at_once(
     model.get_input_embeddings().register_forward_hook(
         lambda _, args, out: lengths.append(out.shape[1])
     )
-    for length, expected_lengths in ((SHORT, [16, 16, 8]), (90, [90])):
-        lengths.clear()
-        logits = first_logits(model, IDS[:, :length])
-        assert lengths == expected_lengths
-        expected = model(IDS[:, :length], use_cache=False).logits[:, -1, :META]
-        assert_close(logits, expected, 1e-4)
+    expected = model(IDS, use_cache=False).logits[:, -1, :META]
+    lengths.clear()
 
-
-@KINDS
-@BOTH_CALLERS
-def test_chunks_that_would_have_several_frequencies_are_refused(
-    kind: str, is_meta_gpt2: bool
-) -> None:
-    model = forgetful(kind, is_meta_gpt2)
-    with pytest.raises(
-        UserError,
-        match=f"depend on the length of a text of more than {SHORT} tokens, and a prompt of",
-    ):
-        first_logits(model, IDS, prefill_chunk_size=30)
-    assert torch.equal(first_logits(model, IDS, prefill_chunk_size=90), first_logits(model, IDS))
-    first_logits(model, IDS[:, :SHORT], prefill_chunk_size=30)
+    for chunk in (None, 30):
+        assert_close(first_logits(model, IDS, prefill_chunk_size=chunk), expected, 1e-4)
+    assert lengths == [90, 90]

@@ -128,7 +128,7 @@ def test_what_wrappers_do_not_allow_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="are in parts"):
         save_meta(sharded, tmp_path)
     with (
-        pytest.raises(UserError, match="give the one that the OptimizedModule wraps"),
+        pytest.raises(UserError, match="give it without its wrapper"),
         intervene(compiled(retrofitted("llama")), Intervention.parse("no_embed")),
     ):
         pass

@@ -321,35 +321,27 @@ def test_a_run_starts_from_an_own_checkpoint(
     torch.testing.assert_close(end, start, rtol=0, atol=0)
 
 
-def test_a_gpt2_is_given_a_second_attention_and_a_meta_token_and_resumes(
-    pretraining: Pretraining, small_store: TokenStore, gpt2: Path, steps: type, tmp_path: Path
+def test_a_run_that_starts_from_a_checkpoint_resumes(
+    pretraining: Pretraining, undisturbed: Path, steps: type, tmp_path: Path
 ) -> None:
-    recipe = pretraining("model.second_attention=causal")
-    pretrain(recipe, tmp_path / "undisturbed", init=gpt2)
-    run = partial(pretrain, recipe, tmp_path / "run", init=gpt2)
+    pretrain(pretraining(), tmp_path / "undisturbed", init=undisturbed)
+    run = partial(pretrain, pretraining(), tmp_path / "run", init=undisturbed)
     interrupt(run, steps, 5)
     run()
-    config = load_model(tmp_path / "undisturbed").config
-    assert (config.second_attention, config.meta_token_id) == (
-        "causal",
-        small_store.tokenizer.meta_token_id,
-    )
     assert result(tmp_path / "run") == result(tmp_path / "undisturbed")
 
 
 def test_the_settings_state_the_model_that_is_trained(
-    pretraining: Pretraining, gpt2: Path, undisturbed: Path, tmp_path: Path
+    pretraining: Pretraining, undisturbed: Path, tmp_path: Path
 ) -> None:
     recipe = pretraining(*ONE_STEP, "model.hidden_size=64", "model.second_attention=causal")
-    pretrain(recipe, tmp_path / "run", init=gpt2)
+    pretrain(recipe, tmp_path / "run", init=undisturbed)
     stated = json.loads((tmp_path / "run" / "settings.json").read_text())["recipe"]["model"]
-    assert stated["hidden_size"] == 16
-    assert stated["second_attention"] == "causal"
-    assert stated["position_embedding"] == "learned"
-    assert stated["max_position_embeddings"] == 40
-    for init in (undisturbed, None):
-        with pytest.raises(UserError, match="init_sha256 was"):
-            pretrain(recipe, tmp_path / "run", init=init)
+    trained = load_model(undisturbed).config
+    assert stated["hidden_size"] == trained.hidden_size != 64
+    assert stated["second_attention"] == trained.second_attention == "meta"
+    with pytest.raises(UserError, match="init_sha256 was"):
+        pretrain(recipe, tmp_path / "run", init=None)
 
 
 def test_a_model_whose_vocabulary_does_not_fit_the_text_is_refused(

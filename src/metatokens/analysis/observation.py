@@ -169,7 +169,7 @@ class _Recorder:
     ) -> None:
         projected = module.project(args[0], kwargs["rotary"], log_keys=kwargs.get("log_keys"))
         queries, keys, values = (tensor[0].double() for tensor in projected)
-        inputs = AttentionInputs(queries, keys, values, kwargs["rows"].index[0], module.scaling)
+        inputs = AttentionInputs(queries, keys, values, kwargs["rows"].indices[0], module.scaling)
         self.attention["second_attention", module.block] = inputs
 
     def attend(

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from metatokens.analysis.observation import AttentionInputs, Observation, PromptIds, observe
 from metatokens.analysis.samples import Samples
-from metatokens.model.interventions import NoEmbedding, intervene
+from metatokens.model.interventions import Intervention, intervene
 from metatokens.model.wrappers import takes_wrapped
 from metatokens.records import About, Measurement
 from metatokens.tasks.example import Example
@@ -83,7 +83,7 @@ def sharpness(
     for number, example in enumerate(examples):
         prompt = PromptIds.of(example, model.config.meta_token_id)
         intact = observe(model, prompt.ids)
-        with intervene(model, NoEmbedding()):
+        with intervene(model, Intervention("no_embed")):
             zeroed = observe(model, prompt.ids)
         for (module, layer), inputs in intact.attention.items():
             without = zeroed.attention[module, layer]

@@ -56,7 +56,7 @@ def pretrain(
         typer.Option(
             metavar="DIR|hf:NAME",
             callback=options.fetched,
-            help="Model to start from, also a plain GPT-2.",
+            help="Model to start from.",
         ),
     ] = None,
     overwrite: options.Overwrite = False,

@@ -16,7 +16,7 @@ from metatokens.data.tokenizer import meta_token_id
 from metatokens.decoder import decoder_of, position_embedding_of
 from metatokens.errors import UserError
 from metatokens.looking.page import Likeliest, Look
-from metatokens.model.interventions import NoEmbedding, intervene
+from metatokens.model.interventions import Intervention, intervene
 from metatokens.model.positions import learned_positions
 from metatokens.model.wrappers import takes_wrapped
 from metatokens.tasks.example import Encoded
@@ -68,7 +68,7 @@ def look(
     observation = observe(model, ids)
     zeroed = None
     if is_meta.any():
-        with intervene(model, NoEmbedding()):
+        with intervene(model, Intervention("no_embed")):
             zeroed = observe(model, ids)
         answers = _answers(model, tokenizer, ids, is_meta)
     else:

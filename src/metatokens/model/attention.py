@@ -18,7 +18,7 @@ Both leave the rows of text unchanged.
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol, TypedDict, TypeGuard
+from typing import Any, TypedDict, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,8 @@ from transformers import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
-from metatokens.model.cache import Entries, MetaTokenCache, SecondStore
+from metatokens.model.cache import Entries, SecondStore
+from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.paged_cache import TEXT_KEY, put_into_pages
 from metatokens.model.positions import Rotary
 from metatokens.model.rows import TEXT_FEATURE, DenseRows, GatheredRows
@@ -111,16 +112,6 @@ def residual_linear(in_features: int, out_features: int, *, bias: bool) -> nn.Li
     return layer
 
 
-class Sizes(Protocol):
-    """The fields that attention reads from a configuration, `MetaGPT2Config` or another one."""
-
-    hidden_size: int
-    num_attention_heads: int
-    head_size: int
-    bias: bool
-    attention_scale: str
-
-
 class Attention(nn.Module):
     """The projections of causal attention and meta-attention."""
 
@@ -133,7 +124,7 @@ class Attention(nn.Module):
     # Whether, as a second attention, it computes more than the meta-tokens' rows.
     needs_all_rows = False
 
-    def __init__(self, config: Sizes, layer_idx: int):
+    def __init__(self, config: MetaGPT2Config, layer_idx: int):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx  # the layer of a cache that holds its keys and values; the name is transformers'
@@ -176,7 +167,7 @@ class CausalAttention(Attention):
     into further layers of the cache.
     """
 
-    def __init__(self, config: Sizes, layer_idx: int, *, second: bool = False):
+    def __init__(self, config: MetaGPT2Config, layer_idx: int, *, second: bool = False):
         super().__init__(config, layer_idx)
         self.is_second = second
 
@@ -184,7 +175,7 @@ class CausalAttention(Attention):
         self,
         x: Tensor,
         *,
-        cache: MetaTokenCache | None,
+        cache: Cache | None,
         attend: AttentionFunction,
         mask: Tensor | None,
         rotary: Rotary | None,
@@ -213,7 +204,7 @@ class MetaAttention(Attention):
     usual_keys = 3
     is_second = True
 
-    def __init__(self, config: Sizes, block: int, layer_idx: int):
+    def __init__(self, config: MetaGPT2Config, block: int, layer_idx: int):
         # A cache of a fixed size, or of pages, has a further layer for this module. In a cache that grows, its entries
         # are a second store of the block's own layer.
         super().__init__(config, layer_idx)
@@ -269,12 +260,11 @@ class MetaAttention(Attention):
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend among the meta-tokens' rows, which are few."""
-        key_slots, new_index = rows.slots, None
+        key_slots = rows.slots
         if cache is not None:
             layer: SecondStore = cache.layers[self.block]
-            entries, new_index = layer.update_second(Entries(k, v, rows.slots, rows.positions))
-            k, v, key_slots = entries.keys, entries.values, entries.slots
-        seen = _seen_entries(rows, key_slots, new_index, mask)
+            k, v, key_slots = layer.update_second(Entries(k, v, rows.slots))
+        seen = _seen_entries(rows, key_slots, mask)
         if mask is not None and attend is eager_attention_forward:
             out, weights = attend(self, q, k, v, seen, scaling=self.scaling)
             assert weights is not None
@@ -326,9 +316,7 @@ class MetaAttention(Attention):
         return linear(self.out_proj, out[..., :size].flatten(2)), weights
 
 
-def _seen_entries(
-    rows: GatheredRows, key_slots: Tensor, new_index: Tensor | None, mask: Tensor | None
-) -> Tensor | None:
+def _seen_entries(rows: GatheredRows, key_slots: Tensor, mask: Tensor | None) -> Tensor | None:
     """Which entries each gathered row sees, (batch, heads or 1, most, entries), as a mask for the scores.
 
     None: those before it among these rows. Padding comes last, so that no real row sees it.
@@ -336,17 +324,17 @@ def _seen_entries(
     Args:
         rows: the queries.
         key_slots: (batch, entries) int64, the keys' places in the whole sequence, -1 at padding.
-        new_index: (most,) int64, the indices of these rows among the entries; None without a cache.
         mask: as for `MetaAttention`.
     """
     if mask is not None:
         return rows.mask(mask, key_slots)
     if rows.sequences is not None:
         return (rows.sequences[:, None, :, None] == rows.sequences[:, None, None, :]).tril()
-    if new_index is None or key_slots.shape == rows.slots.shape:
+    earlier = key_slots.shape[1] - rows.slots.shape[1]
+    if earlier == 0:
         return None
     # The cache holds earlier meta-tokens, and its entries are in order.
-    is_before = torch.arange(key_slots.shape[1], device=key_slots.device) <= new_index[:, None]
-    seen = (key_slots[:, None, :] >= 0) & is_before
+    is_entry = (key_slots[:, None, :] >= 0).expand(-1, rows.slots.shape[1], -1)
+    seen = is_entry.tril(earlier)
     # A padded query that sees nothing would give NaN.
     return (seen | ~rows.valid[:, :, None])[:, None]

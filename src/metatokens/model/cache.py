@@ -2,15 +2,15 @@
 
 In a cache that grows, meta-attention has a second store in each layer, which grows by one entry per *meta-token*. The
 rows of a batch hold different numbers of meta-tokens. So each entry has a slot: its token's place in the first store,
-or -1 where a row has nothing to add. Slots decide which entries a mask hides and a crop removes. Methods that compress
-a cache drop entries of the first store. Slots then no longer give the order of tokens, but positions do.
+or -1 where a row has nothing to add. Slots decide which entries a mask hides and a crop removes. A method that drops
+entries of the first store would leave them wrong, and is refused.
 
 In a cache of a fixed size, meta-attention has further layers, which hold every token. One more feature of a key hides
 text (`MetaAttention`, the dense form). A second causal attention has further layers in every cache.
 """
 
 from abc import ABC
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -41,18 +41,18 @@ class Entries(NamedTuple):
     Attributes:
         keys, values: (batch, heads, entries, head size).
         slots: (batch, entries) int64, the place of each entry's token in the first store, -1 where a row has no entry.
-        positions: (batch, entries) int64, its position in the sequence, -1 where a row has no entry.
     """
 
     keys: Tensor
     values: Tensor
     slots: Tensor
-    positions: Tensor
 
     def followed_by(self, new: "Entries") -> "Entries":
         """These entries, then new ones."""
         return Entries(
-            *(torch.cat(pair, dim=dim) for *pair, dim in zip(self, new, (2, 2, 1, 1), strict=True))
+            torch.cat([self.keys, new.keys], dim=2),
+            torch.cat([self.values, new.values], dim=2),
+            torch.cat([self.slots, new.slots], dim=1),
         )
 
 
@@ -60,13 +60,15 @@ class SecondStore(AnyCacheLayer):
     """Mixin for a layer of a cache: the keys and values of a second attention module next to the layer's own."""
 
     second: Entries | None = None
-    first_length: int | None = None  # of the first store, when it was last looked at
-    has_lost_entries = False  # whether entries of the first store were dropped
-    tokens_read = 0  # by a layer with a recurrent state, which does not count its tokens
+    first_length: int | None = None  # of the first store, when it was last changed here
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Update as transformers does, and notice whether entries were dropped since the last time."""
-        self.look_for_losses()
+        """Update as transformers does.
+
+        Raises:
+            UserError: if other code dropped entries.
+        """
+        self.check_length()
         stored = super().update(*args, **kwargs)
         self.first_length = self._length()
         return stored
@@ -75,66 +77,42 @@ class SecondStore(AnyCacheLayer):
         """The length of the first store; None in a layer that has a recurrent state instead."""
         return self.get_seq_length() if hasattr(self, "get_seq_length") else None
 
-    def look_for_losses(self) -> None:
-        """Notice if other code changed the length of the first store."""
-        self.has_lost_entries |= self.first_length not in (None, self._length())
+    def check_length(self) -> None:
+        """Refuse entries of meta-tokens next to a first store that other code has changed."""
+        if self.second is not None and self.first_length != self._length():
+            raise UserError(
+                "entries were dropped from this cache, and meta-attention cannot tell which: methods that compress a "
+                "cache do not go together with meta-attention."
+            )
 
-    def update_second(self, new: Entries) -> tuple[Entries, Tensor]:
-        """Append the second module's new entries; return all entries, and the indices (new,) of the new ones."""
-        earlier = 0 if self.second is None else self.second.keys.shape[2]
-        new_index = torch.arange(new.keys.shape[2], device=new.keys.device) + earlier
+    def update_second(self, new: Entries) -> Entries:
+        """Append the second module's new entries; return all entries."""
         self.second = new if self.second is None else self.second.followed_by(new)
         self.first_length = self._length()
-        return self.second, new_index
-
-    def check_second(self, rows: GatheredRows, *, is_masked: bool) -> None:
-        """Refuse new meta-tokens that do not follow those in the store.
-
-        Args:
-            rows: the new ones.
-            is_masked: whether a mask over the entries of the first store decides what the new ones see, so that no
-                entry may have been dropped.
-        """
-        if self.second is None or self.second.slots.numel() == 0:
-            return
-        last = self.second.positions.amax(dim=1, keepdim=True)
-        if bool((rows.valid & (rows.positions <= last)).any()):
-            raise UserError(
-                "a meta-token's position is not after that of the last meta-token in the cache: give position_ids that "
-                "continue from there. Once entries were dropped, the length of a cache is not the next position."
-            )
-        self.look_for_losses()
-        if is_masked and self.has_lost_entries:
-            raise UserError(
-                "entries were dropped from this cache, so a mask of four dimensions, or attention by 'eager', cannot "
-                "tell which meta-tokens are seen; use 'sdpa' and no such mask."
-            )
+        return self.second
 
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
-        self.second, self.first_length, self.has_lost_entries = None, None, False
+        self.second = self.first_length = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens (transformers' convention: a negative number)."""
-        self.look_for_losses()
-        if self.has_lost_entries and self.second is not None:
-            raise UserError("entries were dropped from this cache, so that it cannot be cropped.")
+        self.check_length()
         super().crop(tokens_to_remove)
         self.first_length = self._length()
-        self.tokens_read += tokens_to_remove
-        if self.second is not None and tokens_to_remove:
-            gone = self.second.slots >= (
-                self.tokens_read if self.first_length is None else self.first_length
-            )
-            is_left = ~(gone | (self.second.slots < 0)).all(dim=0)
-            keys, values, slots, positions = self.second
-            self.second = Entries(
-                keys[:, :, is_left],
-                values[:, :, is_left],
-                slots.masked_fill(gone, -1)[:, is_left],
-                positions.masked_fill(gone, -1)[:, is_left],
-            )
+        if self.second is None:
+            return
+        if self.first_length is None:
+            raise UserError("a block with a state cannot forget meta-tokens that it has read.")
+        keys, values, slots = self.second
+        is_gone = slots >= self.first_length
+        is_left = ~(is_gone | (slots < 0)).all(dim=0)
+        self.second = Entries(
+            keys[:, :, is_left],
+            values[:, :, is_left],
+            slots.masked_fill(is_gone, -1)[:, is_left],
+        )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes a copy of row `beam_idx[i]` (beam search)."""
@@ -196,78 +174,31 @@ class MetaTokenCacheLayer(SecondStore, DynamicLayer):
         """
         if not self.is_initialized or key_states.requires_grad:
             return super().update(key_states, value_states, *args, **kwargs)
-        self.look_for_losses()
-        length = self.keys.shape[-2]
-        total = length + key_states.shape[-2]
-        grown = []
-        for old, new, room in zip(
-            (self.keys, self.values), (key_states, value_states), self._room_for(total), strict=True
-        ):
-            if old.data_ptr() != room.data_ptr():
-                room[:, :, :length] = old
+        self.check_length()
+        length = self.keys.shape[2]
+        total = length + key_states.shape[2]
+        if not self._has_room(total):
+            batch, heads, _, size = self.keys.shape
+            shape = (batch, heads, total + total // 4 + 64, size)
+            self._room = (self.keys.new_empty(shape), self.values.new_empty(shape))
+            for room, held in zip(self._room, (self.keys, self.values), strict=True):
+                room[:, :, :length] = held
+        assert self._room is not None
+        for room, new in zip(self._room, (key_states, value_states), strict=True):
             room[:, :, length:total] = new
-            grown.append(room[:, :, :total])
-        self.keys, self.values = grown
+        self.keys, self.values = (room[:, :, :total] for room in self._room)
         self.first_length = self._length()
         return self.keys, self.values
 
-    def _room_for(self, length: int) -> tuple[Tensor, Tensor]:
-        """The room in use if it holds the current entries and is long enough, otherwise new room."""
-        room, (batch, heads, _, size) = self._room, self.keys.shape
-        if (
-            room is None
-            or room[0].data_ptr() != self.keys.data_ptr()
-            or room[0].shape[0] != batch
-            or room[0].shape[2] < length
-            or room[0].is_inference()
-            != torch.is_inference_mode_enabled()  # only inference mode writes to its tensors
-        ):
-            shape = (batch, heads, length + length // 4 + 64, size)
-            room = self._room = (self.keys.new_empty(shape), self.values.new_empty(shape))
-        return room
-
-
-class InsertedTokens(AnyCache):
-    """Mixin for a cache that `generate()` inserts meta-tokens into.
-
-    Attributes:
-        inserted: for each inserted meta-token, the number of ids before it, other inserted ones not counted. The ids
-            that `generate()` returns omit inserted meta-tokens; a later call puts them back.
-    """
-
-    inserted: Sequence[int] = ()
-
-    def hide(self, mask: Tensor) -> None:
-        """Hide, from meta-attention, cached meta-tokens at places where the mask, (batch, places), is 0."""
-        for layer in self.layers:
-            if getattr(layer, "second", None) is not None and not layer.has_lost_entries:
-                keys, values, slots, positions = layer.second
-                is_hidden = mask.to(slots.device).gather(1, slots.clamp(min=0)) == 0
-                layer.second = Entries(
-                    keys,
-                    values,
-                    slots.masked_fill(is_hidden, -1),
-                    positions.masked_fill(is_hidden, -1),
-                )
-
-    def reset(self) -> None:
-        """Forget everything."""
-        super().reset()
-        self.inserted = ()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens, inserted meta-tokens included."""
-        super().crop(tokens_to_remove)
-        length = self.get_seq_length()
-        self.inserted = [ids for number, ids in enumerate(self.inserted) if ids + number < length]
-
-
-class MetaTokenCache(InsertedTokens, DynamicCache):
-    """The cache that `MetaGPT2ForCausalLM` fills; `generate()` makes one if it is given none."""
-
-    def __init__(self, config: MetaGPT2Config):
-        super().__init__()
-        add_second_stores(self, config)
+    def _has_room(self, total: int) -> bool:
+        """Whether the room holds the current entries, and so many more that they are this many in total."""
+        if self._room is None:
+            return False
+        keys, _ = self._room
+        # A tensor of inference mode can be written to in that mode alone.
+        is_writable = keys.is_inference() == torch.is_inference_mode_enabled()
+        holds_them = keys.data_ptr() == self.keys.data_ptr() and len(keys) == len(self.keys)
+        return is_writable and holds_them and total <= keys.shape[2]
 
 
 def meta_key_counts(
@@ -306,7 +237,7 @@ def _with_stored(valid: Tensor, cache: Cache, layer: Any) -> Tensor:
     slots = (torch.arange(valid.shape[1], device=valid.device) + cache.get_seq_length()).expand_as(
         valid
     )
-    return stored.scatter(1, getattr(layer, "new_index", slots), valid)
+    return stored.scatter(1, slots, valid)
 
 
 def size_of(cache: Cache) -> int | None:
@@ -363,8 +294,10 @@ def add_second_stores(
     ):
         return
     layers = getattr(cache, "layers", [None])
-    if isinstance(cache, DynamicCache) and all(
-        type(layer) in (DynamicLayer, MetaTokenCacheLayer) for layer in layers
+    if (
+        isinstance(cache, DynamicCache)
+        and not cache.offloading
+        and all(type(layer) in (DynamicLayer, MetaTokenCacheLayer) for layer in layers)
     ):
         total = 2 * blocks if holds_all_rows or second == "causal" else blocks
         cache.layers = [*layers, *(DynamicLayer() for _ in range(total - len(layers)))]
@@ -372,6 +305,4 @@ def add_second_stores(
         for layer in cache.layers:
             layer.__class__ = MetaTokenCacheLayer
     elif not all(isinstance(layer, MetaTokenCacheLayer) for layer in layers):
-        raise UserError(
-            f"past_key_values is a {type(cache).__name__}; give a MetaTokenCache, a DynamicCache or a StaticCache."
-        )
+        raise UserError("give a DynamicCache or a StaticCache as past_key_values, not offloaded.")

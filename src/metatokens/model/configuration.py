@@ -19,6 +19,9 @@ UNSAVED = "this model was not saved as it is: call model.save_pretrained(folder)
 # For programs that have not imported this package: a saved configuration names this file, which imports the classes.
 # They need `trust_remote_code=True`, and the package installed.
 REMOTE_CODE_FILE = "metatokens_classes.py"
+_REMOTE_CODE = """# pip install metatokens
+from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM, MetaGPT2Model, MetaTokensConfig
+"""
 _AUTO_MAP = {
     "AutoConfig": "metatokens_classes.MetaGPT2Config",
     "AutoModel": "metatokens_classes.MetaGPT2Model",
@@ -107,9 +110,7 @@ class MetaGPT2Config(PreTrainedConfig):
     def validate_heads(self) -> None:
         """Refuse heads that do not share the width evenly."""
         if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
-            )
+            raise ValueError("hidden_size has to be a multiple of num_attention_heads")
         if self.position_embedding == "rope" and self.head_size % 2:
             raise ValueError(
                 "rotary positions need an even head size (hidden_size / num_attention_heads)"
@@ -122,9 +123,7 @@ class MetaGPT2Config(PreTrainedConfig):
         check_layers("rope_layers", self.rope_layers or [], self.num_hidden_layers)
         check_layers("text_full_layers", self.text_full_layers or [], self.num_hidden_layers)
         if self.rope_layers is not None and self.position_embedding != "rope":
-            raise ValueError(
-                f"rope_layers is for position_embedding 'rope'; this model has {self.position_embedding!r}"
-            )
+            raise ValueError("rope_layers needs position_embedding 'rope'")
         if self.text_full_layers is not None and self.text_window is None:
             raise ValueError(
                 "text_full_layers needs a text_window: without one all layers see all text"
@@ -135,9 +134,7 @@ class MetaGPT2Config(PreTrainedConfig):
         if self.text_window is None:
             return
         if self.text_window < 1 or self.text_sinks < 0:
-            raise ValueError(
-                f"text_window is {self.text_window} and text_sinks {self.text_sinks}; they must be at least 1 and 0"
-            )
+            raise ValueError("text_window must be at least 1, and text_sinks at least 0")
         if self.meta_token_id is None:
             raise ValueError(
                 "text_window needs a meta_token_id: meta-tokens are what stays of the text"
@@ -151,8 +148,7 @@ class MetaGPT2Config(PreTrainedConfig):
         in_use = self.unpadded_vocab_size or self.vocab_size
         if not 0 <= meta_token_id < in_use <= self.vocab_size:
             raise ValueError(
-                f"meta_token_id is {self.meta_token_id}, unpadded_vocab_size {self.unpadded_vocab_size} and vocab_size "
-                f"{self.vocab_size}: the first must be below the second, and that at most the third"
+                "meta_token_id must be below unpadded_vocab_size, and that at most vocab_size"
             )
 
     @classmethod
@@ -161,7 +157,7 @@ class MetaGPT2Config(PreTrainedConfig):
 
     def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
         """Save as transformers does, with the file that `auto_map` names."""
-        write_remote_code(save_directory, _AUTO_MAP)
+        write_remote_code(save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)
 
     @property
@@ -184,12 +180,10 @@ def check_layers(name: str, layers: Any, count: int) -> None:
         raise UserError(f"{name} is {layers}; give a list of some of 0 to {count - 1}, ascending.")
 
 
-def write_remote_code(folder: str | PathLike, auto_map: dict[str, str]) -> None:
+def write_remote_code(folder: str | PathLike) -> None:
     """Write the file that the `auto_map` of a configuration in `folder` names."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    classes = ", ".join(sorted(name.partition(".")[2] for name in auto_map.values()))
-    line = f"from metatokens import {classes}  # pip install metatokens\n"
-    (Path(folder) / REMOTE_CODE_FILE).write_text(line, encoding="utf-8")
+    (Path(folder) / REMOTE_CODE_FILE).write_text(_REMOTE_CODE, encoding="utf-8")
 
 
 def never_generated(config: PreTrainedConfig) -> list[int]:

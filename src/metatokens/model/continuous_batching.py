@@ -131,7 +131,7 @@ def further_layers(model: PreTrainedModel) -> int:
         )
     if not model._supports_attention_backend:
         raise UserError(
-            f"continuous batching is not for a {type(model).__name__}, whose attention reads no pages."
+            "continuous batching is not for this model, whose attention reads no pages."
         )
     modules = [module for module in model.modules() if getattr(module, "is_second", False)]
     if any(module.needs_all_rows for module in modules):

@@ -27,8 +27,7 @@ class ForgettingRule:
     """Which keys the queries of one forward pass see.
 
     Attributes:
-        positions: (batch or 1, length) int64, those of the queries. The positions of a packed sequence are higher than
-            those of the sequence before it.
+        positions: (batch or 1, length) int64, those of the queries.
         keys: the keys, cached ones first: where they are, and until where they are seen.
         full: the rule of the blocks that see all text; None if there are none.
     """
@@ -43,9 +42,8 @@ class ForgettingRule:
         config: Any,
         positions: Tensor,
         is_meta: Tensor,
-        attention_mask: Any,
+        is_real: Tensor,
         cache: Any,
-        sequences: Tensor | None,
         *,
         are_chosen: bool,
     ) -> "ForgettingRule":
@@ -55,44 +53,25 @@ class ForgettingRule:
             config: the model's, with `text_window`, `text_sinks` and `text_full_layers`.
             positions: (batch or 1, length) int64.
             is_meta: (batch, length) bool.
-            attention_mask: (batch, read + length or more), 1 at real tokens, with a column for each token that was
-                read before, forgotten ones included; or None.
+            is_real: (batch, length) bool, False at padding.
             cache: the cache of the tokens before, or None.
-            sequences: (batch or 1, length) int64, as from `packed_sequences`; then there is no cache.
             are_chosen: whether the caller chose the positions. Those that count real tokens grow anyway, so a training
                 step is spared a device sync.
 
         Raises:
-            UserError: if the mask has four dimensions, or positions are fractions; if the cache is of another kind, too
-                small, or has entries that are unknown here; or if positions do not grow from one real token to the
-                next.
+            UserError: if positions are fractions; if the cache is of another kind, or has entries that are unknown
+                here; or if positions do not grow from one real token to the next.
         """
-        if isinstance(attention_mask, dict) or (
-            attention_mask is not None and attention_mask.ndim == 4
-        ):
-            raise UserError(
-                "a mask of four dimensions would replace the text_window; give one of two dimensions."
-            )
         if positions.is_floating_point():
-            raise UserError(
-                f"with a text_window, positions are whole numbers; these are of the type {positions.dtype}."
-            )
+            raise UserError("with a text_window, positions are whole numbers; these are fractions.")
         is_remembered = is_meta | (positions < config.text_sinks)
-        last_readers = torch.where(is_remembered, FOREVER, positions + config.text_window - 1)
-        is_real = _real_tokens(is_meta, attention_mask, cache)
-        if (
-            (are_chosen or cache is not None)
-            and sequences is None
-            and not torch.compiler.is_compiling()
-        ):
+        last_readers = [torch.where(is_remembered, FOREVER, positions + config.text_window - 1)]
+        if (are_chosen or cache is not None) and not torch.compiler.is_compiling():
             _check_order(positions, is_real, cache)
-        notes = [_notes(positions, last_readers, is_real, sequences)]
         if config.text_full_layers:
-            notes.append(
-                _notes(positions, torch.full_like(last_readers, FOREVER), is_real, sequences)
-            )
-        if sequences is not None:
-            positions = _one_after_another(positions, positions, sequences)
+            last_readers.append(torch.full_like(last_readers[0], FOREVER))
+        key_positions = positions.expand_as(is_real)
+        notes = [KeyNotes(key_positions, last.masked_fill(~is_real, -1)) for last in last_readers]
         if cache is not None:
             make_forgetting(cache, config)
             cache.make_room(notes[0], config.text_window)
@@ -145,40 +124,6 @@ class ForgettingRule:
         )
 
 
-def _real_tokens(is_meta: Tensor, attention_mask: Tensor | None, cache: Any) -> Tensor:
-    """Which new tokens are no padding, (batch, length) bool.
-
-    The mask is longer than what was read, with a cache of a fixed size.
-    """
-    if attention_mask is None:
-        return torch.ones_like(is_meta)
-    already_read = 0 if cache is None else cache.get_seq_length()
-    columns = torch.arange(is_meta.shape[1], device=is_meta.device) + already_read
-    return attention_mask[:, columns] != 0
-
-
-def _notes(
-    positions: Tensor, last_readers: Tensor, is_real: Tensor, sequences: Tensor | None
-) -> KeyNotes:
-    """What is noted about new keys, (batch, length) each."""
-    last_readers = last_readers.masked_fill(~is_real, -1)
-    if sequences is None:
-        return KeyNotes(positions.expand_as(last_readers), last_readers)
-    shifted = _one_after_another(positions, positions, sequences)
-    return KeyNotes(
-        shifted.expand_as(last_readers), _one_after_another(last_readers, positions, sequences)
-    )
-
-
-def _one_after_another(values: Tensor, positions: Tensor, sequences: Tensor) -> Tensor:
-    """Positions, or last readers, as if each packed sequence came after the one before.
-
-    No token of a sequence is read after the sequence's end.
-    """
-    size = positions.max() + 1
-    return torch.minimum(values, size - 1) + sequences * size
-
-
 def _check_order(positions: Tensor, is_real: Tensor, cache: Any) -> None:
     """Refuse positions, (batch or 1, length), that are not above those of all real tokens before them.
 
@@ -191,5 +136,5 @@ def _check_order(positions: Tensor, is_real: Tensor, cache: Any) -> None:
     if (is_real & (positions <= reached[:, :-1])).any():
         raise UserError(
             "with a text_window, positions have to grow from each real token to the next. Give position_ids that do, "
-            "sequences packed into a row without an attention_mask, and a cache the mask that it was filled with."
+            "and a cache the mask that it was filled with."
         )

@@ -1,4 +1,4 @@
-"""Caches that forget text: entries that no later query sees are dropped, or give their places to new ones."""
+"""Caches that forget text: entries that no later query sees are dropped."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import QuantizedCache
-from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.cache_utils import DynamicLayer
 
 from metatokens.errors import UserError
 from metatokens.model.cache import AnyCache, AnyCacheLayer
@@ -54,33 +54,6 @@ class ForgettingLayer(AnyCacheLayer):
         self.forgotten = 0
 
 
-class ForgettingStaticLayer(AnyCacheLayer):
-    """Mixin for a layer of a fixed size: new entries take the places of those that no later query sees.
-
-    Attributes:
-        new_index: (batch, new) int64, where the entries of this forward pass are written.
-    """
-
-    forgotten = 0
-    keys: Tensor
-    values: Tensor
-    new_index: Tensor
-    is_initialized: bool
-    cumulative_length: Tensor
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Write the new entries, (batch, heads, new, head size), and return all."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.cumulative_length.add_(key_states.shape[-2])
-        index = self.new_index.to(self.keys.device)[:, None, :, None]
-        self.keys.scatter_(2, index.expand_as(key_states), key_states)
-        self.values.scatter_(2, index.expand_as(value_states), value_states)
-        return self.keys, self.values
-
-
 class ForgettingCache(AnyCache):
     """Mixin for a cache whose layers hold what later queries can see, and little else.
 
@@ -97,16 +70,13 @@ class ForgettingCache(AnyCache):
         full_layers: the indices of the layers that hold everything, the notes on them included.
         rule: the `text_window`, `text_sinks` and `text_full_layers` of the model that fills it.
         held_after_drop: how many entries were held after some were dropped the last time.
-        keeps_all: whether it drops nothing, as for a model that drafts, whose last tokens are taken back.
     """
 
     layers: list[Any]
-    is_compileable: bool  # whether the layers have a fixed size
     number_of_layers: int
     full_layers: Sequence[int]
     rule: tuple[int, int, tuple[int, ...]]
     held_after_drop = 0
-    keeps_all = False
 
     @property
     def notes(self) -> Any:
@@ -118,18 +88,13 @@ class ForgettingCache(AnyCache):
         """Whether any entries were dropped."""
         return any(layer.forgotten for layer in self.layers)
 
-    def check_weights(self) -> None:
-        """Refuse to give attention weights whose columns are not the tokens in order."""
-        if self.has_dropped or self.is_compileable:
-            raise UserError("this cache drops text, and attention weights with it; use no cache.")
-
     @property
     def held(self) -> int:
         """The number of entries of each layer that forgets."""
         return int(self.get_seq_length()) - self.notes.forgotten
 
     def make_room(self, new: KeyNotes, window: int) -> None:
-        """Drop entries that no query sees from now on, or choose those that new ones replace.
+        """Drop entries that no query sees from now on, if enough have piled up.
 
         No query of this pass or of a later one has a position below the first new key's. So an entry is dropped if its
         last reader is before that.
@@ -139,19 +104,15 @@ class ForgettingCache(AnyCache):
             window: the model's `text_window`.
 
         Raises:
-            UserError: if the cache lost entries, has some that it did not note, or has a fixed size and is too small.
+            UserError: if the cache lost entries, or has some that it did not note.
         """
-        first_position = new.positions.amin(dim=1, keepdim=True)
-        if self.is_compileable:
-            self._choose_replaced(new, first_position)
-        elif self.notes.get_seq_length() != self.get_seq_length():
+        if self.notes.get_seq_length() != self.get_seq_length():
             raise UserError(
                 "this cache lost entries, or has some that a text_window cannot place: those of learned prompts, or of "
                 "a pass in training mode."
             )
-        elif not self.keeps_all and self.held - max(self.held_after_drop, window) >= max(
-            16, window // 4
-        ):
+        if self.held - max(self.held_after_drop, window) >= max(16, window // 4):
+            first_position = new.positions.amin(dim=1, keepdim=True)
             self._drop(positions_of(self.notes.values[:, 0, :, 0] >= first_position))
 
     def take_note(self, new: Sequence[KeyNotes]) -> list[KeyNotes]:
@@ -179,48 +140,16 @@ class ForgettingCache(AnyCache):
         self.notes.values = self.notes.values.masked_fill((index < 0)[:, None, :, None], -1)
         self.held_after_drop = index.shape[1]
 
-    def _choose_replaced(self, new: KeyNotes, first_position: Tensor) -> None:
-        """Choose where new entries go in layers of a fixed size: to free places, and to those of unseen entries."""
-        notes, number = self.notes, new.positions.shape[1]
-        if not notes.is_initialized:
-            notes.lazy_initialization(*(tensor[:, None, :, None] for tensor in new))
-            notes.values.fill_(-1)
-        last_readers = notes.values[:, 0, :, 0]
-        index = last_readers.argsort(dim=1, stable=True)[:, :number]
-        is_seen = last_readers.gather(1, index) >= first_position
-        too_small = (
-            f"a cache of {last_readers.shape[1]} tokens is too small for the text_window, the meta-tokens and "
-            f"{number} new tokens; give a larger one, or a smaller prefill_chunk_size."
-        )
-        if torch.compiler.is_compiling():  # a graph cannot raise anything else
-            torch._assert_async(~is_seen.any(), too_small)
-        elif index.shape[1] < number or is_seen.any():
-            raise UserError(too_small)
-        for layer in self.layers:
-            layer.new_index = index
-
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens; at least those of the last forward pass can be removed.
-
-        Raises:
-            UserError: if more tokens are to be removed than were read since text was last dropped, or the cache has a
-                fixed size.
-        """
-        if self.is_compileable:
-            raise UserError("a cache of a fixed size that forgets text cannot be cropped.")
-        removable = self.held - self.held_after_drop
-        if self.has_dropped and -tokens_to_remove > removable:
-            raise UserError(
-                f"text was dropped from this cache; only its last {removable} tokens can be removed."
-            )
+        """Forget the last `-tokens_to_remove` tokens, unless text was dropped, which they may have to see again."""
+        if self.has_dropped:
+            raise UserError("text was dropped from this cache, so that it cannot be cropped.")
         super().crop(tokens_to_remove)
 
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
         self.held_after_drop = 0
-        if self.is_compileable:
-            self.notes.values.fill_(-1)
 
 
 def last_position_noted(cache: Any, rows: int) -> Tensor:
@@ -235,8 +164,7 @@ def make_forgetting(cache: Any, config: Any) -> None:
     """Have the cache of a model with this configuration forget text from now on, in place.
 
     Raises:
-        UserError: if the cache is of another kind, was filled with another window, or has a fixed size while some
-            blocks see all text.
+        UserError: if the cache is of another kind, or was filled with another window.
     """
     full_blocks = tuple(config.text_full_layers or ())
     rule = config.text_window, config.text_sinks, full_blocks
@@ -246,12 +174,7 @@ def make_forgetting(cache: Any, config: Any) -> None:
         return
     blocks = config.get_text_config().num_hidden_layers
     cache.layers += [DynamicLayer() for _ in range(blocks - len(cache.layers))]
-    has_fixed_size = isinstance(cache.layers[0], StaticLayer)
-    _check_kind(cache, StaticLayer if has_fixed_size else DynamicLayer)
-    if has_fixed_size and full_blocks:
-        raise UserError(
-            "text_full_layers need a cache that grows: in one of a fixed size all layers are as large."
-        )
+    _check_kind(cache)
     add_mixin(cache, ForgettingCache)
     cache.rule = rule
     cache.number_of_layers = len(cache.layers)
@@ -259,23 +182,23 @@ def make_forgetting(cache: Any, config: Any) -> None:
     cache.full_layers = [
         number for number in range(cache.number_of_layers) if number % blocks in full_blocks
     ]
-    size = [cache.layers[0].max_cache_len] if has_fixed_size else []
-    cache.layers.append(type(cache.layers[0])(*size))
+    kind_of_layer = type(cache.layers[0])
+    cache.layers.append(kind_of_layer())
     if full_blocks:
         cache.full_layers.append(len(cache.layers))
-        cache.layers.append(type(cache.layers[0])(*size))
+        cache.layers.append(kind_of_layer())
     for layer in cache.layers:
-        add_mixin(layer, ForgettingStaticLayer if has_fixed_size else ForgettingLayer)
+        add_mixin(layer, ForgettingLayer)
 
 
-def _check_kind(cache: Any, kind: Any) -> None:
+def _check_kind(cache: Any) -> None:
     """Refuse a cache whose layers are not all of a kind that can forget."""
     is_other = isinstance(cache, QuantizedCache) or cache.offloading
     if is_other or not all(
-        isinstance(layer, kind) and not layer.is_sliding for layer in cache.layers
+        isinstance(layer, DynamicLayer) and not layer.is_sliding for layer in cache.layers
     ):
         raise UserError(
-            "a text_window needs a DynamicCache or a StaticCache, neither quantized nor offloaded."
+            "a text_window needs a cache that grows, such as a DynamicCache, neither quantized nor offloaded."
         )
 
 

@@ -6,15 +6,13 @@ loops of transformers (greedy, sampling, beam search) only see text tokens; the 
 of a step are prepared.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import (
     Cache,
     ContinuousBatchingConfig,
@@ -26,37 +24,24 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 from metatokens.errors import UserError
-from metatokens.model.cache import InsertedTokens
-from metatokens.model.configuration import MetaGPT2Config, never_generated
+from metatokens.model.configuration import never_generated
 from metatokens.model.continuous_batching import MetaManager, further_layers
 from metatokens.model.mixins import add_mixin
 from metatokens.model.positions import (
-    check_length,
-    check_positions,
     position_ids_from_mask,
-    steady_length,
+    rotates_by_length,
 )
 from metatokens.model.releases import (
     CACHE,
     PEFTS_CACHE,
     cache_among,
-    check_learned_prompts,
     with_cache_renamed,
 )
 
 READ_AT_ONCE = 512  # tokens of a prompt in one forward pass of a model with a `text_window`
-# The inputs of a step that are split if a prompt is read in chunks.
-_SPLIT = (
-    "input_ids",
-    "inputs_embeds",
-    "attention_mask",
-    "position_ids",
-    "meta_token_mask",
-    "meta_positions",
-)
 # Arguments of a step that this module adds. They have names of their own, since transformers would take `meta_every`
 # for a field of its configuration.
-_STEP_ARGUMENTS = ("insert_every", "prompt_length", "chooses_text")
+_STEP_ARGUMENTS = ("insert_every", "prompt_length")
 
 
 def register_architecture(architecture: str, model: type) -> None:
@@ -72,18 +57,6 @@ class SuppressMetaToken(SuppressTokensLogitsProcessor):
 
     supports_continuous_batching = True
 
-    def __init__(self, tokens: Sequence[int], device: Any = "cpu"):
-        super().__init__(tokens, device)
-        self.last = max(tokens)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores (batch, vocabulary); unlike the base, without a search through the vocabulary."""
-        tokens = self.suppress_tokens.to(scores.device)
-        vocabulary = scores.shape[-1]
-        if self.last >= vocabulary:  # an assistant's, which may have no such tokens
-            tokens = tokens[tokens < vocabulary]
-        return scores.index_fill(-1, tokens, -math.inf)
-
 
 class Interleaved(NamedTuple):
     """A batch of text with inserted meta-tokens, which are at the same indices in all rows.
@@ -92,14 +65,12 @@ class Interleaved(NamedTuple):
         ids: (batch, length).
         mask: (batch, length); a meta-token that is inserted behind padding is padding.
         text_before: for each inserted meta-token, the number of text tokens in front of it.
-        meta_indices: where meta-tokens were inserted.
         text_indices: (length,), for each token the last text token up to it.
     """
 
     ids: Tensor
     mask: Tensor
     text_before: list[int]
-    meta_indices: list[int]
     text_indices: Tensor
 
     @classmethod
@@ -113,7 +84,7 @@ class Interleaved(NamedTuple):
         is_meta[meta_indices] = True
         text_indices = (~is_meta).cumsum(0) - 1
         ids = text[:, text_indices].masked_fill(is_meta, meta_token_id)
-        return cls(ids, mask[:, text_indices], text_before, meta_indices, text_indices)
+        return cls(ids, mask[:, text_indices], text_before, text_indices)
 
 
 class MetaTokenGenerationMixin(GenerationMixin):
@@ -138,7 +109,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
                 prompt in all rows alike; 0, or None everywhere, inserts none. `max_new_tokens` counts text tokens, and
                 the returned ids omit the inserted ones.
             **kwargs: as in `GenerationMixin.generate`. A cache, by either of its names, may hold the start of the
-                sequence, whose ids are given as well; meta-tokens inserted when it was filled are put back into them.
+                sequence, whose ids are given as well, unless meta-tokens were inserted into it.
 
         Raises:
             UserError: if `meta_every` is below 0, the model has no meta-token, or another argument does not support
@@ -146,7 +117,11 @@ class MetaTokenGenerationMixin(GenerationMixin):
         """
         insert_every = self._insert_every(meta_every, generation_config)
         kwargs = with_cache_renamed(kwargs)
-        if insert_every is not None or getattr(kwargs.get(CACHE), "inserted", None):
+        if getattr(kwargs.get(CACHE), "inserted", None):
+            raise UserError(
+                "meta-tokens were inserted into what this cache holds, and the ids have none: begin a new cache."
+            )
+        if insert_every is not None:
             if self.training and meta_every is None:
                 raise UserError(
                     "a setting inserts meta-tokens in training mode: a trainer that generates, such as TRL's GRPO, "
@@ -156,12 +131,6 @@ class MetaTokenGenerationMixin(GenerationMixin):
                 "insert_every": insert_every,
                 "prompt_length": _prompt_length(inputs, kwargs),
             }
-        # A processor of the caller's may choose a meta-token, and an assistant would be given this argument too.
-        may_choose_meta_tokens = args or any(
-            kwargs.get(name) for name in ("logits_processor", "custom_generate", "assistant_model")
-        )
-        if isinstance(self.config, MetaGPT2Config) and not may_choose_meta_tokens:
-            kwargs["chooses_text"] = True
         return super().generate(inputs, generation_config, *args, **kwargs)
 
     def generate_batch(
@@ -172,15 +141,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         meta_every: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """`generate_batch` of transformers, with inserted meta-tokens; arguments are those of `generate`, and its own.
-
-        Args:
-            inputs: the ids of each prompt, which may contain meta-tokens.
-            generation_config: as in `generate`.
-            *args: as in transformers.
-            meta_every: as in `generate`.
-            **kwargs: as in transformers.
-        """
+        """`generate_batch` of transformers, which would ignore `meta_every`; that is as in `generate`."""
         if meta_every is not None:
             generation_config = copy(generation_config or self.generation_config)
             generation_config.meta_every = meta_every
@@ -243,12 +204,10 @@ class MetaTokenGenerationMixin(GenerationMixin):
         *,
         insert_every: int | None = None,
         prompt_length: int | None = None,
-        chooses_text: bool = False,
         cache: Cache | None = None,
         past_key_values: Cache | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        meta_token_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The inputs of one step: the text so far and its meta-tokens, without what is cached.
@@ -256,35 +215,20 @@ class MetaTokenGenerationMixin(GenerationMixin):
         Args:
             input_ids: the text so far, (batch, length).
             insert_every: insert a meta-token after so many generated tokens.
-            prompt_length: text tokens of the prompt, if meta-tokens are inserted now or were inserted before.
-            chooses_text: whether no generated token can be a meta-token.
+            prompt_length: text tokens of the prompt, if meta-tokens are inserted.
             cache, past_key_values: the cache, by either name.
-            attention_mask, inputs_embeds, meta_token_mask: as the model's forward takes them, of the whole sequence.
+            attention_mask, inputs_embeds: as the model's forward takes them, of the whole sequence.
             **kwargs: further inputs of the model.
         """
         cache = cache_among({"cache": cache, "past_key_values": past_key_values})
-        if prompt_length is not None:
+        if insert_every is not None and prompt_length is not None:
             mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-            text_before = _inserted_behind(cache, prompt_length, insert_every, input_ids.shape[1])
+            first = prompt_length + insert_every
+            text_before = [*range(first, input_ids.shape[1] + 1, insert_every)]
             sequence = Interleaved.of(input_ids, mask, text_before, self.config.meta_token_id)
-            return self._inputs_of(
-                sequence, cache, kwargs, text_after=prompt_length if chooses_text else None
-            )
-        step = self._prepared_inputs(
-            input_ids, attention_mask, kwargs | {CACHE: cache, "inputs_embeds": inputs_embeds}
-        )
-        if (
-            chooses_text
-            and kwargs.get("next_sequence_length") == 1
-            and not kwargs.get("is_first_iteration")
-        ):
-            step["meta_positions"] = _in_all_rows([], step["input_ids"])
-        if meta_token_mask is not None:
-            unread = (
-                step["input_ids"] if step.get("inputs_embeds") is None else step["inputs_embeds"]
-            )
-            step["meta_token_mask"] = meta_token_mask[:, -unread.shape[1] :]
-        return step
+            return self._inputs_of(sequence, cache, kwargs)
+        further = {CACHE: cache, "inputs_embeds": inputs_embeds}
+        return self._prepared_inputs(input_ids, attention_mask, kwargs | further)
 
     def _prepared_inputs(
         self, input_ids: Tensor, mask: Tensor | None, inputs: dict[str, Any]
@@ -301,12 +245,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         return step
 
     def _inputs_of(
-        self,
-        sequence: Interleaved,
-        cache: Any,
-        inputs: dict[str, Any],
-        *,
-        text_after: int | None,
+        self, sequence: Interleaved, cache: Any, inputs: dict[str, Any]
     ) -> dict[str, Any]:
         """The inputs of one step with inserted meta-tokens; the cache is told of them.
 
@@ -314,14 +253,16 @@ class MetaTokenGenerationMixin(GenerationMixin):
             sequence: the whole sequence.
             cache: what was read of the sequence.
             inputs: further inputs of the model.
-            text_after: all text behind so many text tokens is known to have no other meta-tokens; None: no text is.
         """
         length = sequence.ids.shape[1]
-        cached = self._tell_cache(cache, sequence, inputs)
+        cached = 0
+        if cache is not None:
+            cache.inserted = sequence.text_before
+            cached = int(cache.get_seq_length())
         if cached >= length:
             raise UserError(
-                f"the cache holds {cached} tokens and the sequence has {length}: give the whole sequence as input_ids. "
-                "Meta-tokens cannot be inserted after learned prompts, which have no ids."
+                "the cache holds more tokens than the sequence has: give the whole sequence as input_ids. Meta-tokens "
+                "cannot be inserted after learned prompts, which have no ids."
             )
         positions = self._positions_of(sequence, inputs.get("position_ids"))
         unread = {
@@ -332,34 +273,18 @@ class MetaTokenGenerationMixin(GenerationMixin):
         step = self._prepared_inputs(sequence.ids, sequence.mask, inputs | unread)
         if cached and step[PEFTS_CACHE] is not cache:
             raise UserError(
-                f"this base drops its cache at {length} tokens, where its positions change, and meta-tokens cannot be "
-                "inserted into text that is read again."
+                "this base drops its cache at a length where its positions change, and meta-tokens cannot be inserted "
+                "into text that is read again."
             )
-        new = [index - cached for index in sequence.meta_indices if index >= cached]
-        cached_text = cached - (len(sequence.meta_indices) - len(new))
-        if text_after is not None and cached_text >= text_after:
-            step["meta_positions"] = _in_all_rows(new, step["input_ids"])
         return step
-
-    def _tell_cache(self, cache: Any, sequence: Interleaved, inputs: dict[str, Any]) -> int:
-        """Record in a cache where meta-tokens are inserted; return how many tokens it holds."""
-        if cache is None:
-            return 0
-        add_mixin(cache, InsertedTokens)
-        cache.inserted = sequence.text_before
-        if inputs.get("is_first_iteration"):
-            cache.hide(sequence.mask)
-        return int(cache.get_seq_length())
 
     def _positions_of(self, sequence: Interleaved, axes: Tensor | None) -> Tensor:
         """The positions of a sequence; of a multimodal model (3, batch, length), from those of its text, `axes`."""
         positions = position_ids_from_mask(sequence.mask)
-        length = positions.shape[1]
-        check_positions(self.config, length, positions)
         if axes is None or axes.ndim != 3:
             return positions
         text_indices = sequence.text_indices
-        earlier_meta_tokens = torch.arange(length, device=axes.device) - text_indices
+        earlier_meta_tokens = torch.arange(len(text_indices), device=axes.device) - text_indices
         return axes[..., text_indices] + earlier_meta_tokens  # a meta-token moves all axes by one
 
     def _prefill(
@@ -369,100 +294,39 @@ class MetaTokenGenerationMixin(GenerationMixin):
         model_kwargs: Any,
         is_first_iteration: bool = True,
     ) -> Any:
-        """Read the prompt, in chunks if `prefill_chunk_size` or a `text_window` asks for them.
+        """Read the prompt as transformers does; with a `text_window` in chunks, so that its cache stays small.
 
-        Into a cache that grows, this class reads the chunks itself: transformers would split the ids, in which inserted
-        meta-tokens are missing, and its release 5.19 would read cached ids again.
+        No meta-token is inserted into a prompt, so its chunks are read without the arguments of this class.
         """
-        cache, mask = model_kwargs.get(CACHE), model_kwargs.get("attention_mask")
-        embeddings = model_kwargs.get("inputs_embeds") if is_first_iteration else None
-        length = (input_ids if embeddings is None else embeddings).shape[1]
-        mask_length = (
-            getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1]
-        )
-        text_length = max(length, mask_length) + len(getattr(cache, "inserted", ()))
-        steady = steady_length(self.config)
-        is_steady = steady is None or text_length <= steady
-        size = self._chunk_size(generation_config, model_kwargs, is_steady=is_steady)
-        if size is None:
-            return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
-        if embeddings is not None or mask_length == length:  # cached tokens are given as well
-            length -= int(cache.get_seq_length())
-        unread: Any = {"next_sequence_length": length, "is_first_iteration": is_first_iteration}
-        step = self.prepare_inputs_for_generation(input_ids, **unread, **model_kwargs)
-        if step[PEFTS_CACHE] is not cache:  # Phi-3 begins anew where its positions change
-            generation_config = copy(generation_config)
-            generation_config.prefill_chunk_size = None
-            return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
-        if not is_steady and size < length:
-            raise UserError(
-                f"the rotary frequencies of this model depend on the length of a text of more than {steady} tokens, "
-                f"and a prompt of {length} in chunks of {size} would have several: leave prefill_chunk_size out."
-            )
-        # Images, say.
-        if any(isinstance(value, Tensor) for name, value in step.items() if name not in _SPLIT):
-            return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
-        return self._read_in_chunks(step, size)
+        chunk_size = generation_config.prefill_chunk_size
+        if self.config.text_window is not None and model_kwargs.get(CACHE) is not None:
+            chunk_size = chunk_size or READ_AT_ONCE
+        if not self._can_split_prompt(generation_config, model_kwargs):
+            chunk_size = None
+        generation_config = copy(generation_config)
+        generation_config.prefill_chunk_size = chunk_size
+        if chunk_size is not None:
+            model_kwargs = _without_step_arguments(model_kwargs)
+        return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
 
-    def _chunk_size(
-        self, generation_config: GenerationConfig, inputs: Mapping[str, Any], *, is_steady: bool
-    ) -> int | None:
-        """How many tokens of a prompt this class reads at once; None: transformers reads the prompt.
+    def _can_split_prompt(
+        self, generation_config: GenerationConfig, inputs: Mapping[str, Any]
+    ) -> bool:
+        """Whether chunks of a prompt give the same as the whole.
 
-        A `text_window` asks for chunks, except where the hidden states or the weights of the whole prompt are to be
-        returned, or where chunks would have several rotary frequencies.
+        They do not where the hidden states or the weights of the whole prompt are to be returned, where the rotary
+        frequencies depend on the length of the text, and where transformers would not split the inputs: embeddings, and
+        the ids of a cache that goes on.
         """
-        size, cache = generation_config.prefill_chunk_size, inputs.get(CACHE)
-        has_window = self.config.text_window is not None
+        cache = inputs.get(CACHE)
+        is_filled = cache is not None and int(cache.get_seq_length()) > 0
+        is_embedded = inputs.get("inputs_embeds") is not None
         returns_all = generation_config.output_hidden_states or generation_config.output_attentions
-        if size is None and has_window and is_steady and not returns_all:
-            size = READ_AT_ONCE
-        if size is None or cache is None:
-            return None
-        if has_window or not cache.is_compileable:
-            return size
-        if "prompt_length" in inputs or inputs.get("meta_token_mask") is not None:
-            raise UserError(
-                "prefill_chunk_size and a cache of a fixed size do not go together with inserted meta-tokens or a "
-                "meta_token_mask: leave one of the two out."
-            )
-        return None
-
-    def _read_in_chunks(self, step: dict[str, Any], size: int) -> Any:
-        """Run the model on the inputs of one step, `size` tokens at a time; return the last output."""
-        shared = {name: value for name, value in step.items() if name not in _SPLIT}
-        split = {name: step[name] for name in _SPLIT if step.get(name) is not None}
-        mask = split.pop("attention_mask", None)
-        embeddings = split.pop("inputs_embeds", None)
-        length = split["input_ids"].shape[1] if embeddings is None else embeddings.shape[1]
-        for start in range(0, length, size):
-            end = min(start + size, length)
-            # Positions may have three axes.
-            chunk = {name: value[..., start:end] for name, value in split.items()}
-            if embeddings is not None:
-                chunk["inputs_embeds"] = embeddings[:, start:end]
-            if mask is not None:
-                chunk["attention_mask"] = mask[:, : mask.shape[1] - (length - end)]
-            outputs = self(**chunk, **shared)
-        return outputs
+        return not (is_filled or is_embedded or returns_all or rotates_by_length(self.config))
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         # transformers expects the names in `prepare_inputs_for_generation`, which PEFT replaces by one with **kwargs.
-        theirs = {
-            name: value for name, value in model_kwargs.items() if name not in _STEP_ARGUMENTS
-        }
-        super()._validate_model_kwargs(theirs)
-
-    def _update_model_kwargs_for_generation(
-        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
-        model_kwargs = super()._update_model_kwargs_for_generation(
-            outputs, model_kwargs, *args, **kwargs
-        )
-        mask = model_kwargs.get("meta_token_mask")
-        if mask is not None:  # generated tokens are text
-            model_kwargs["meta_token_mask"] = pad(mask, (0, kwargs.get("num_new_tokens", 1)))
-        return model_kwargs
+        super()._validate_model_kwargs(_without_step_arguments(model_kwargs))
 
     def _prepare_cache_for_generation(
         self,
@@ -472,32 +336,35 @@ class MetaTokenGenerationMixin(GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        has_window = self.config.text_window is not None
         prompt_length: Any = model_kwargs.get("prompt_length")  # None: no meta-tokens are inserted
-        if prompt_length is not None and generation_mode == GenerationMode.ASSISTED_GENERATION:
-            raise UserError("assisted generation does not support inserted meta-tokens.")
         if prompt_length is not None and generation_config.guidance_scale not in (None, 1):
             raise UserError(
                 "guidance_scale does not support inserted meta-tokens: its second prompt would have none."
             )
-        if has_window and generation_config.assistant_early_exit:
-            raise UserError("assistant_early_exit does not support a text_window.")
+        is_assisted = (
+            generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
+        )
+        if is_assisted and (prompt_length is not None or self.config.text_window is not None):
+            raise UserError(
+                "assisted generation supports neither inserted meta-tokens nor a text_window."
+            )
         every = model_kwargs.get("insert_every")
         if every is not None:  # a static cache needs room for these, too
             max_cache_length += (max_cache_length - prompt_length) // every + 1
-        if generation_config.cache_implementation == "static" and isinstance(
-            self.config, MetaGPT2Config
-        ):
-            check_length(self.config, max_cache_length)
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
-        cache = model_kwargs.get(CACHE)
-        check_learned_prompts(
-            self.prepare_inputs_for_generation, self.device, uses_cache=cache is not None
-        )
-        if has_window and generation_config.is_assistant and cache is not None:
-            cache.keeps_all = True  # tokens that the other model does not take are removed from it
+        # While PEFT generates, this is a method of its model.
+        peft_model = getattr(self.prepare_inputs_for_generation, "__self__", None)
+        adapter = getattr(peft_model, "active_peft_config", None)
+        if model_kwargs.get(CACHE) is None and getattr(adapter, "is_prompt_learning", False):
+            raise UserError(
+                "learned prompts of PEFT need a cache: call generate() with use_cache=True."
+            )
+
+
+def _without_step_arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in inputs.items() if name not in _STEP_ARGUMENTS}
 
 
 def _prompt_length(inputs: Tensor | None, kwargs: Mapping[str, Any]) -> int:
@@ -510,25 +377,7 @@ def _prompt_length(inputs: Tensor | None, kwargs: Mapping[str, Any]) -> int:
     has_other_inputs = prompt is None or "inputs_embeds" in kwargs or "meta_token_mask" in kwargs
     if has_other_inputs or (mask is not None and mask.shape != prompt.shape):
         raise UserError(
-            "to insert meta-tokens, or to use a cache that contains inserted ones, give generate() the whole "
-            "sequence as input_ids, cached tokens included, and an attention_mask, if any, of the same shape."
+            "to insert meta-tokens, give generate() the whole sequence as input_ids, cached tokens included, and an "
+            "attention_mask, if any, of the same shape."
         )
     return prompt.shape[1]
-
-
-def _inserted_behind(
-    cache: Any, prompt_length: int, every: int | None, text_length: int
-) -> list[int]:
-    """The numbers of text tokens in front of each meta-token that was inserted before or is inserted now.
-
-    A cache knows those that were inserted into the prompt, when it was filled.
-    """
-    before = [count for count in getattr(cache, "inserted", ()) if count <= prompt_length]
-    if every is None:
-        return before
-    return [*before, *range(prompt_length + every, text_length + 1, every)]
-
-
-def _in_all_rows(indices: Sequence[int], ids: Tensor) -> Tensor:
-    """Indices of meta-tokens that are equal in all rows, (batch, indices), which spare the model a device sync."""
-    return torch.tensor(indices, dtype=torch.int64, device=ids.device).expand(len(ids), -1)

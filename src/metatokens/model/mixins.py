@@ -11,8 +11,8 @@ An ordinary subclass would be simpler, and is used where the base is one known c
 - **A layer of a cache** was made by the user or by `generate()`, and may have a sliding window or a recurrent state.
 - **An engine's manager, scheduler and requests** are made by transformers.
 
-So an object gets another class in place (`add_mixin`). What this costs is paid here once: each class is made once, it
-can be pickled although nobody can import it, and torch.compile does not trace how it is made.
+So an object gets another class in place (`add_mixin`). Each class is made once, and torch.compile does not trace how it
+is made. Nobody can import such a class, so pickle refuses its objects.
 """
 
 import functools
@@ -25,23 +25,12 @@ import torch
 def class_with(mixin: Any, base: Any) -> Any:
     """`base` with a mixin in front, under the base's name, by which transformers looks up most of its settings."""
 
-    def reduced(self: Any, protocol: int) -> Any:
-        plain = super(made, self).__reduce_ex__(max(protocol, 2))
-        if type(self) is not made:  # a subclass has a name of its own
-            return plain
-        # Copyreg.__newobj__, the class with arguments of __new__, and the state.
-        _, (_, *arguments), *state = plain
-        return _new, (origin_of(made), *arguments), *state
-
     attributes = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
-        "made_by": (class_with, mixin, base),
-        "__reduce_ex__": reduced,  # by its name, pickle would find the base
     }
-    made = type(base)(base.__name__, (mixin, base), attributes)
-    return made
+    return type(base)(base.__name__, (mixin, base), attributes)
 
 
 @torch.compiler.disable  # it would trace `class_with` without its cache, and so make a class for each graph
@@ -49,26 +38,3 @@ def add_mixin(target: object, mixin: type) -> None:
     """Put a mixin in front of the class of one object, in place, unless it is there."""
     if not isinstance(target, mixin):
         target.__class__ = class_with(mixin, type(target))  # type: ignore[arg-type]  # a class is hashable
-
-
-def origin_of(kind: Any) -> Any:
-    """The function that made a class with a mixin, and its arguments, for pickle; any other class as it is.
-
-    Such a class has both as its attribute `made_by`.
-    """
-    made_by = vars(kind).get("made_by") if isinstance(kind, type) else None
-    return kind if made_by is None else (made_by[0], *map(origin_of, made_by[1:]))
-
-
-def _class_by(origin: Any) -> Any:
-    """The class that `origin_of` describes."""
-    if not isinstance(origin, tuple):
-        return origin
-    function, *arguments = origin
-    return function(*map(_class_by, arguments))
-
-
-def _new(origin: Any, *arguments: Any) -> Any:
-    """An object without attributes, for pickle, of the class that `origin_of` describes."""
-    kind = _class_by(origin)
-    return kind.__new__(kind, *arguments)

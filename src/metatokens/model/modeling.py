@@ -30,7 +30,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, Cache, GenerationConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -50,10 +50,9 @@ from metatokens.model.attention import (
     linear,
     residual_linear,
 )
-from metatokens.model.cache import MetaTokenCache, add_second_stores
+from metatokens.model.cache import add_second_stores
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.generation import MetaTokenGenerationMixin, register_architecture
-from metatokens.model.gpt2 import FromGPT2
 from metatokens.model.labels import scored_labels, without_meta_tokens
 from metatokens.model.paged_cache import engine_of
 from metatokens.model.positions import Rotary, packed_sequences
@@ -200,7 +199,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: MetaTokenCache | None = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         meta_token_mask: Tensor | None = None,
         meta_positions: Tensor | None = None,
@@ -289,9 +288,8 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         """The cache to use: the given one, with second stores, or a new one where one is wanted."""
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and cache is None and not self.training:
-            cache = MetaTokenCache(self.config)
-        needs_stores = self.config.second_attention != "none" or self.config.text_window is not None
-        if cache is not None and needs_stores:
+            cache = DynamicCache()
+        if cache is not None:
             add_second_stores(cache, self.config, holds_all_rows=self._second_needs_all_rows)
         return cache
 
@@ -302,15 +300,13 @@ class MetaGPT2Output(CausalLMOutputWithPast):
 
     Attributes:
         meta_attentions: for each layer (batch, heads, length, total), like `attentions`. In meta-attention, the rows
-            and columns of text are 0.
+            and columns of text are 0. Empty if there was no meta-token.
     """
 
     meta_attentions: tuple[Tensor, ...] | None = None
 
 
-class MetaGPT2ForCausalLM(
-    FromGPT2, MetaVocabulary, MetaGPT2PreTrainedModel, MetaTokenGenerationMixin
-):
+class MetaGPT2ForCausalLM(MetaVocabulary, MetaGPT2PreTrainedModel, MetaTokenGenerationMixin):
     """The language model. Meta-tokens are wherever `input_ids == config.meta_token_id`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  (transformers reads a dict)
@@ -328,7 +324,7 @@ class MetaGPT2ForCausalLM(
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: MetaTokenCache | None = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         meta_token_mask: Tensor | None = None,
         meta_positions: Tensor | None = None,
@@ -348,8 +344,8 @@ class MetaGPT2ForCausalLM(
                 logits; it replaces the causal mask, in meta-attention too.
             position_ids: (batch, length); default: real tokens counted from 0 in each row. Without an `attention_mask`,
                 a new sequence begins where they do not grow, and sees nothing before it. Such rows have no cache.
-            past_key_values: a `MetaTokenCache` with the tokens before, which may be given as `cache` instead. A
-                `DynamicCache` is converted in place.
+            past_key_values: a `DynamicCache` or `StaticCache` with the tokens before, which may be given as `cache`
+                instead. It gets room for the second attention, in place.
             inputs_embeds: (batch, length, width), used instead of the embeddings of `input_ids`.
             meta_token_mask: (batch, length), true at meta-tokens. Default: where `input_ids` are the meta-token's or,
                 without them, where `inputs_embeds` equals the meta-token's embedding exactly.
@@ -415,7 +411,7 @@ class MetaGPT2ForCausalLM(
             **{CACHE: outputs.get(CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            meta_attentions=self._meta_attentions(outputs),
+            meta_attentions=outputs.get("meta_attentions"),
         )
 
     def _scored_logits(
@@ -431,25 +427,6 @@ class MetaGPT2ForCausalLM(
         return logits, self.loss_function(
             logits, None, self.config.vocab_size, **kwargs | {"shift_labels": targets}
         )
-
-    def _meta_attentions(self, outputs: BaseModelOutputWithPast) -> tuple[Tensor, ...] | None:
-        """The second module's weights; all are 0 if no module returned any, since there was no meta-token."""
-        weights = outputs.get("meta_attentions")
-        return tuple(map(torch.zeros_like, outputs.attentions)) if weights == () else weights
-
-    def _prepare_cache_for_generation(
-        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
-    ) -> None:
-        if (kind := generation_config.cache_implementation) not in (None, "dynamic", "static"):
-            raise UserError(
-                f"cache_implementation {kind!r} is not available for this model; give 'dynamic' or 'static'."
-            )
-        if kind != "static":
-            # transformers makes no cache; the next lines do.
-            generation_config.cache_implementation = None
-        if model_kwargs.get(CACHE) is None and generation_config.use_cache and kind != "static":
-            model_kwargs[CACHE] = MetaTokenCache(self.config)
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
 
 
 # The Auto classes find the class by its configuration's. Trainer (for label_smoothing_factor) and pipelines recognise a

@@ -104,26 +104,16 @@ def check_positions(config: PreTrainedConfig, length: int, position_ids: Tensor)
         check_length(config, int(position_ids.max()) + 1)
 
 
-def steady_length(config: PreTrainedConfig) -> int | None:
-    """The longest text, in tokens, that has the rotary frequencies of all shorter ones; None if all texts have them.
+def rotates_by_length(config: PreTrainedConfig) -> bool:
+    """Whether each position of a longer text has other rotary frequencies.
 
-    By the `rope_type`s `dynamic` and `longrope` of transformers (`dynamic_rope_update`), every position of a longer
-    text has other frequencies. A configuration may have one set of parameters, or one for each type of layer.
+    So it is by the `rope_type`s `dynamic` and `longrope` of transformers (`dynamic_rope_update`). A configuration may
+    have one set of parameters, or one for each type of layer.
     """
-    text = config.get_text_config()
-    parameters = getattr(text, "rope_parameters", None) or {}
-    sets = (
-        [parameters]
-        if "rope_type" in parameters
-        else [value for value in parameters.values() if isinstance(value, dict)]
-    )
-    lengths = []
-    for rope in sets:
-        if "dynamic" in rope.get("rope_type", ""):
-            lengths.append(text.max_position_embeddings)
-        elif rope.get("rope_type") == "longrope":
-            lengths.append(rope["original_max_position_embeddings"])
-    return min(lengths, default=None)
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    sets = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    types = [rope.get("rope_type", "") for rope in sets]
+    return any(name == "longrope" or "dynamic" in name for name in types)
 
 
 def rotary_tables(positions: Tensor, head_size: int, theta: float) -> Rotary:

@@ -4,7 +4,7 @@ Positions are tensors of a fixed shape, (batch, most), with -1 where a row has f
 can pass them along. Finding them in the ids forces a device sync, which breaks a compiled graph.
 """
 
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -66,25 +66,22 @@ def shown(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask > -1e4
 
 
-@dataclass(frozen=True, slots=True)
-class GatheredRows:
+class GatheredRows(NamedTuple):
     """Where the meta-tokens of a batch are. Sequences with fewer than the most are padded.
 
     Attributes:
-        index: (batch, most) int64, the place of each meta-token in the input, ascending. Padding comes last and points
-            at the sequence's first place, so that causal attention among the gathered rows hides it from all real ones.
+        indices: (batch, most) int64, the place of each meta-token in the input, ascending. Padding comes last and
+            points at the sequence's first place, so that causal attention among the gathered rows hides it from all
+            real ones.
         valid: (batch, most) bool, False at padding.
         slots: (batch, most) int64, the place in the cache, which counts cached tokens; -1 at padding.
-        positions: (batch, most) int64, the position in the whole sequence; -1 at padding. It differs from the slot
-            where a sequence is padded on the left or entries were dropped from the cache.
         sequences: (batch, most) int64, the number of the sequence, ascending and highest at padding, where several are
             packed into a row; otherwise None.
     """
 
-    index: Tensor
+    indices: Tensor
     valid: Tensor
     slots: Tensor
-    positions: Tensor
     sequences: Tensor | None = None
 
     @classmethod
@@ -92,7 +89,6 @@ class GatheredRows:
         cls,
         index: Tensor,
         cached: Tensor | int = 0,
-        position_ids: Tensor | None = None,
         sequences: Tensor | None = None,
         *,
         minimum: int = 0,
@@ -102,7 +98,6 @@ class GatheredRows:
         Args:
             index: (batch, most) int64, ascending, -1 where a sequence has fewer, as from `positions_of`.
             cached: the number of tokens in the cache.
-            position_ids: (batch or 1, length), the positions of the input; None means the slots.
             sequences: (batch or 1, length), as from `packed_sequences`.
             minimum: pad to at least this many rows.
         """
@@ -114,33 +109,21 @@ class GatheredRows:
         valid = index >= 0
         slots = (index + cached).masked_fill(~valid, -1)
         index = index.clamp(min=0)
-        if position_ids is None:
-            return cls(index, valid, slots, slots)
-        positions = position_ids.expand(len(index), -1).gather(1, index)
         if sequences is not None:
             sequences = sequences.expand(len(index), -1).gather(1, index)
             sequences = sequences.masked_fill(~valid, torch.iinfo(torch.int64).max)
-        return cls(index, valid, slots, positions.masked_fill(~valid, -1), sequences)
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "GatheredRows":
-        """The same rows on another device; accelerate calls this where layers are spread over several."""
-        tensors = (getattr(self, field.name) for field in fields(self))
-        moved = (
-            None if tensor is None else tensor.to(device, non_blocking=non_blocking)
-            for tensor in tensors
-        )
-        return GatheredRows(*moved)  # type: ignore[arg-type]  # None is moved to None
+        return cls(index, valid, slots, sequences)
 
     def gather(self, x: Tensor) -> Tensor:
         """These rows of x; shapes as in `gather_rows`."""
-        return gather_rows(x, self.index)
+        return gather_rows(x, self.indices)
 
     def scatter_add(self, x: Tensor, rows: Tensor) -> Tensor:
         """Add `rows` (batch, most, features) to x (batch, length, features) at the meta-tokens' places."""
         # Padding is dropped after the output projection, whose bias would leak into the first place.
         # Autocast may have lowered the precision.
         rows = rows.to(x.dtype).masked_fill(~self.valid[:, :, None], 0.0)
-        return x.scatter_add(1, self.index[:, :, None].expand_as(rows), rows)
+        return x.scatter_add(1, self.indices[:, :, None].expand_as(rows), rows)
 
     def mask(self, mask: Tensor, key_slots: Tensor) -> Tensor:
         """The part of a mask over all positions that concerns these rows, (batch, heads or 1, most, entries).
@@ -170,12 +153,11 @@ class GatheredRows:
         weights = weights * (self.valid[:, None, :, None] & (key_slots >= 0)[:, None, None, :])
         columns = key_slots.clamp(min=0)[:, None, None, :].expand_as(weights)
         wide = weights.new_zeros(*weights.shape[:-1], total).scatter_add(-1, columns, weights)
-        rows = self.index[:, None, :, None].expand_as(wide)
+        rows = self.indices[:, None, :, None].expand_as(wide)
         return wide.new_zeros(*wide.shape[:2], length, total).scatter_add(-2, rows, wide)
 
 
-@dataclass(frozen=True, slots=True)
-class DenseRows:
+class DenseRows(NamedTuple):
     """Every row of a batch, for the dense form of meta-attention, whose output counts at meta-tokens alone.
 
     Attributes:
@@ -183,10 +165,6 @@ class DenseRows:
     """
 
     valid: Tensor
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "DenseRows":
-        """The same rows on another device, as in `GatheredRows`."""
-        return DenseRows(self.valid.to(device, non_blocking=non_blocking))
 
     def gather(self, x: Tensor) -> Tensor:
         """All rows of x, unchanged."""

@@ -17,7 +17,7 @@ base makes its own, unless it forgets text.
 | of an engine         | what the engine's pages hold of their own request | the engine               |
 
 Of these, meta-attention sees the meta-tokens alone: that is the paper's P, which `attention.py` computes. Padding is no
-meta-token (`NewTokens.without_padding`).
+meta-token (`NewTokens.are_real`).
 """
 
 from collections.abc import Mapping
@@ -64,9 +64,7 @@ def meta_tokens(
     if meta_token_mask is not None:
         inputs = embeddings if input_ids is None else input_ids
         if inputs is not None and meta_token_mask.shape != inputs.shape[:2]:
-            raise UserError(
-                f"meta_token_mask has the shape {[*meta_token_mask.shape]}, and the input {[*inputs.shape[:2]]}."
-            )
+            raise UserError("meta_token_mask needs the shape of the input, (batch, length).")
         return meta_token_mask.bool()
     if input_ids is not None:
         return input_ids == meta_token_id
@@ -99,14 +97,15 @@ def meta_attention_form(
     return "dense" if engine or has_fixed_size or is_whole_graph else "gathered"
 
 
-def mask_of_two_dimensions(attention_mask: Any) -> Tensor | None:
-    """The mask that hides padding; None if there is none, or one of four dimensions.
+def _without_sliding_window(attention_mask: Any) -> Any:
+    """Of a dictionary of masks by kind of layer, that of layers without a sliding window; any other mask as it is."""
+    is_by_kind = isinstance(attention_mask, dict)
+    return attention_mask.get("full_attention") if is_by_kind else attention_mask
 
-    Of a dictionary of masks by kind of layer, the one of layers without a sliding window counts.
-    """
-    mask = (
-        attention_mask.get("full_attention") if isinstance(attention_mask, dict) else attention_mask
-    )
+
+def mask_of_two_dimensions(attention_mask: Any) -> Tensor | None:
+    """The mask that hides padding; None if there is none, or one of four dimensions."""
+    mask = _without_sliding_window(attention_mask)
     return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
@@ -120,14 +119,12 @@ class NewTokens:
         padding_mask: (batch, cached + length), 1 at real tokens; None if there is no mask, or one of four dimensions.
             For a static cache it may be longer than what has been read.
         columns: which columns of `padding_mask` are those of the tokens.
-        is_static: whether the cache is static.
     """
 
     cached: int | Tensor
     cache_position: Tensor
     padding_mask: Tensor | None
     columns: slice | Tensor
-    is_static: bool
 
     @classmethod
     def of(cls, x: Tensor, attention_mask: Any, cache: Cache | None) -> "NewTokens":
@@ -149,7 +146,7 @@ class NewTokens:
                 )
             if not is_static:
                 padding_mask = padding_mask[:, : cached + length]
-        return cls(cached, cache_position, padding_mask, columns, is_static)
+        return cls(cached, cache_position, padding_mask, columns)
 
     def positions(self, position_ids: Tensor | None) -> Tensor:
         """The positions of the tokens, (batch or 1, length) int64, or fractions if the caller gives them.
@@ -163,13 +160,11 @@ class NewTokens:
             return self.cache_position[None]
         return position_ids_from_mask(self.padding_mask)[:, self.columns]
 
-    def without_padding(self, is_meta: Tensor) -> Tensor:
-        """The real tokens among the chosen ones, both (batch, length) bool."""
-        return (
-            is_meta
-            if self.padding_mask is None
-            else is_meta & self.padding_mask[:, self.columns].bool()
-        )
+    def are_real(self, is_meta: Tensor) -> Tensor:
+        """Which tokens are no padding, of the shape of `is_meta`, (batch, length) bool."""
+        if self.padding_mask is None:
+            return torch.ones_like(is_meta)
+        return self.padding_mask[:, self.columns] != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +238,8 @@ class Visibility:
         positions = tokens.positions(position_ids)
         if config.position_embedding == "learned" and not torch.compiler.is_compiling():
             check_positions(config, int(tokens.cached) + is_meta.shape[1], positions)
-        is_meta = tokens.without_padding(is_meta)
+        is_real = tokens.are_real(is_meta)
+        is_meta = is_meta & is_real
         forgets = config.text_window is not None
         counts_places = rotates_by_place and position_ids is None and not forgets
         rotary_positions = tokens.cache_position[None] if counts_places else positions
@@ -252,17 +248,24 @@ class Visibility:
             rows = DenseRows(is_meta)
         elif form == "gathered":
             index = positions_of(is_meta) if meta_places is None else meta_places
-            rows = GatheredRows.at(
-                index, tokens.cached, rotary_positions, sequences, minimum=minimum_rows
-            )
+            rows = GatheredRows.at(index, tokens.cached, sequences, minimum=minimum_rows)
         rule = None
         if forgets:
-            are_chosen = position_ids is not None
+            if attention_mask is not None and tokens.padding_mask is None:
+                raise UserError(
+                    "a mask of four dimensions would replace the text_window; give one of two dimensions."
+                )
+            if sequences is not None:
+                raise UserError(
+                    "sequences packed into one row do not go together with a text_window; give each its own row."
+                )
             rule = ForgettingRule.of(
-                config, positions, is_meta, attention_mask, cache, sequences, are_chosen=are_chosen
+                config, positions, is_meta, is_real, cache, are_chosen=position_ids is not None
             )
             if needs_weights and cache is not None:
-                cache.check_weights()
+                raise UserError(
+                    "with a text_window a cache drops text, and attention weights with it; use no cache."
+                )
         else:
             refuse_forgetting_cache(cache)
         mask = attention_mask if tokens.padding_mask is None else tokens.padding_mask
@@ -370,14 +373,11 @@ class Visibility:
             return None
         meta: MetaAttentionKwargs = {**causal, "rows": self.rows}
         if isinstance(self.rows, GatheredRows):
-            is_masked = self._reads_mask_in_gathered_form(causal)
-            if not is_masked:
+            if not self._reads_mask_in_gathered_form(causal):
                 meta["mask"] = None
             if causal["rotary"] is not None:
                 cos, sin = causal["rotary"]
                 meta["rotary"] = self.rows.gather(cos), self.rows.gather(sin)
-            if self.cache is not None and not torch.compiler.is_compiling():
-                self.cache.layers[0].check_second(self.rows, is_masked=is_masked)
         if causal["log_keys"] is not None:
             counts = meta_key_counts(self.rows, self.cache, meta["mask"], config)
             meta["log_keys"] = log_counts(counts, causal["log_keys"].dtype)
@@ -435,13 +435,12 @@ def mask_of_four_dimensions(
     Raises:
         UserError: if it cannot tell which meta-tokens see one another.
     """
-    if isinstance(attention_mask, dict):
-        mask = attention_mask.get("full_attention")
-        return mask if isinstance(mask, Tensor) and mask.ndim == 4 else None
-    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 4:
+    mask = _without_sliding_window(attention_mask)
+    if not isinstance(mask, Tensor) or mask.ndim != 4:
         return None
-    if not getattr(config.get_text_config(), "sliding_window", None):
-        return attention_mask
+    has_sliding_window = getattr(config.get_text_config(), "sliding_window", None) is not None
+    if isinstance(attention_mask, dict) or not has_sliding_window:
+        return mask
     if cache is not None and cache.is_compileable:
         return None
     raise UserError(

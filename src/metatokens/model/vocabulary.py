@@ -72,8 +72,7 @@ class MetaVocabulary:
             and math.ceil(new_num_tokens / multiple) * multiple < up_to_meta_token
         ):
             raise UserError(
-                f"{new_num_tokens} rows leave out the meta-token, whose id is {self.config.meta_token_id}: keep the "
-                f"present {self.config.get_text_config().vocab_size} rows, or ask for more."
+                f"{new_num_tokens} rows leave out the meta-token, of the id {self.config.meta_token_id}: ask for more."
             )
         model = cast(Any, super())
         table: nn.Embedding = model.resize_token_embeddings(

@@ -5,8 +5,8 @@ The state is thread-local, so several threads may run one model at once.
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from metatokens.model.positions import Rotary
 from metatokens.model.rows import DenseRows, GatheredRows
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardContext:
+class ForwardContext(NamedTuple):
     """The rows of meta-attention in one forward pass, and what it needs with them.
 
     Attributes:
@@ -34,17 +33,8 @@ class ForwardContext:
     rows: GatheredRows | DenseRows
     rotary: Rotary
     mask: Tensor | None
-    attend: AttentionFunction | None = None
-    engine: Mapping[str, Any] = field(default_factory=dict)
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "ForwardContext":
-        """Move to another device; accelerate calls this when layers are on several devices."""
-        if self.rotary[0].device == torch.device(device):
-            return self
-        cos, sin = (table.to(device, non_blocking=non_blocking) for table in self.rotary)
-        mask = None if self.mask is None else self.mask.to(device, non_blocking=non_blocking)
-        rows = self.rows.to(device, non_blocking=non_blocking)
-        return replace(self, rows=rows, rotary=(cos, sin), mask=mask)
+    attend: AttentionFunction | None
+    engine: Mapping[str, Any]
 
 
 @dataclass(slots=True)
@@ -84,7 +74,6 @@ class _Thread(_State, threading.local):
 
 
 thread, traced = _Thread(), _State()
-FULL_MASK = "mask_of_full_blocks"  # an attribute of the mask that all blocks are given
 
 
 def current() -> _State:

@@ -1,30 +1,29 @@
 """The hooks of a decoder: a forward pass finds the positions of the meta-tokens once, and blocks add meta-attention."""
 
 import warnings
-from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from metatokens.errors import UserError
-from metatokens.model.cache import SecondStore, add_second_layers
+from metatokens.model.cache import add_second_layers
 from metatokens.model.paged_cache import engine_of
 from metatokens.model.positions import packed_sequences, rotary_tables
 from metatokens.model.releases import CACHE, with_cache_renamed
-from metatokens.model.rows import BREAKS_GRAPH, GatheredRows, check_graph, minimum_rows
+from metatokens.model.rows import BREAKS_GRAPH, check_graph, minimum_rows
 from metatokens.model.visibility import (
     MetaAttentionForm,
     Visibility,
-    mask_of_four_dimensions,
     meta_attention_form,
     meta_tokens,
 )
 from metatokens.model.vocabulary import check_ids
-from metatokens.retrofit.context import FULL_MASK, ForwardContext, current
+from metatokens.retrofit.context import ForwardContext, current
 from metatokens.retrofit.layers import added_parameters, check_table
 
 
@@ -35,7 +34,8 @@ def add_at_site(site: nn.Module, args: Any, output: Any) -> Any:
         return output
     block, x, context, cache = running_block
     y = output[0] if isinstance(output, tuple) else output
-    context = context.to(y.device)
+    if context.rotary[0].device != y.device:  # where layers are spread over several devices
+        context = send_to_device(context, y.device)
     state = context.rows.gather(y)
     if not block.meta_site_has_residual:
         state = state + context.rows.gather(x.to(y.device))
@@ -75,20 +75,17 @@ def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     sight = see(decoder, is_meta, kwargs, cache, form)
     masks = _masks_of_blocks(decoder, sight)
     running: Any = current().running
-    running.sequences = sight.sequences if _has_masks(decoder) else None
+    if decoder.config._attn_implementation in ("sdpa", "eager", "flex_attention"):
+        running.sequences = sight.sequences  # shown by the mask of the first block
     running.context = _context(decoder, sight)
     running.masks = None if len(masks) < 2 else masks
-    is_whole_graph = form == "dense" and cache is None
-    if running.masks is not None and not is_whole_graph:
-        _join_masks(*masks)
     return args, kwargs | _inputs_of_base(sight, masks, kwargs)
 
 
 def _form(decoder: Any, kwargs: dict[str, Any], cache: Cache | None) -> MetaAttentionForm:
     """The form of meta-attention in this pass; a cache of a fixed size gets further layers for it."""
-    settings = decoder.meta_settings
-    if cache is not None and settings.layers:
-        add_second_layers(cache, decoder.meta_cache_layers, settings.head_size)
+    if cache is not None and decoder.meta_settings.layers:
+        add_second_layers(cache, decoder.meta_cache_layers, decoder.meta_settings.head_size)
     makes_cache = _makes_cache(decoder, kwargs)
     return meta_attention_form(cache, engine_of(kwargs), makes_cache=makes_cache, has_places=False)
 
@@ -134,18 +131,13 @@ def _see(
         sequences = packed_sequences(
             attention_mask, position_ids, cache, lengths, at_jumps=cache is None
         )
-    if form == "gathered" and sequences is not None:
-        _check_states(decoder, kwargs)
+    kinds_of_blocks = getattr(decoder.config, "layer_types", None) or ()
+    if sequences is not None and "linear_attention" in kinds_of_blocks:
+        raise UserError("this base has blocks with a state; give each packed sequence its own row.")
     forgets = decoder.meta_config.text_window is not None
-    if (
-        forgets
-        and cache is None
-        and sequences is None
-        and not decoder.training
-        and _makes_cache(decoder, kwargs)
-    ):
+    if forgets and cache is None and not decoder.training and _makes_cache(decoder, kwargs):
         cache = DynamicCache(config=decoder.config)
-    sight = Visibility.of(
+    return Visibility.of(
         decoder.meta_config,
         is_meta,
         attention_mask=attention_mask,
@@ -158,9 +150,6 @@ def _see(
         minimum_rows=minimum_rows(decoder),
         needs_weights=kwargs.get("output_attentions", decoder.config.output_attentions),
     )
-    if decoder.meta_settings.layers:
-        _check_store(decoder, sight)
-    return sight
 
 
 @torch.compiler.disable(reason=BREAKS_GRAPH)  # the number of meta-tokens is data-dependent
@@ -175,12 +164,11 @@ def _context(decoder: Any, sight: Visibility) -> ForwardContext | None:
     settings, rows = decoder.meta_settings, sight.rows
     if rows is None or not settings.layers:
         return None
-    positions = (
-        rows.positions.clamp(min=0) if isinstance(rows, GatheredRows) else sight.rotary_positions
-    )
-    rotary = rotary_tables(positions, settings.head_size, settings.rope_theta)
+    cos, sin = rotary_tables(sight.rotary_positions, settings.head_size, settings.rope_theta)
+    rotary = rows.gather(cos), rows.gather(sin)
     if not sight.engine:
-        return ForwardContext(rows, rotary, sight.meta_mask_of_retrofit(decoder.config))
+        mask = sight.meta_mask_of_retrofit(decoder.config)
+        return ForwardContext(rows, rotary, mask, attend=None, engine={})
     mask, attend = sight.attention_mask, None
     if isinstance(mask, dict):
         mask = mask["full_attention"]
@@ -196,28 +184,6 @@ def _check_depth(decoder: Any) -> None:
             "this model's blocks are others than those that got meta-attention, as with PEFT's layer_replication: "
             "change the base's blocks before add_meta_attention."
         )
-
-
-def _check_states(decoder: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse packed sequences that blocks with a state would not keep apart."""
-    if _has_states(decoder) and not {"cu_seq_lens_q", "seq_idx"} <= kwargs.keys():
-        raise UserError(
-            "this base has blocks with a state, which keep packed sequences apart by cu_seq_lens_q and seq_idx alone: "
-            "give these too, or each sequence its own row."
-        )
-
-
-def _check_store(decoder: Any, sight: Visibility) -> None:
-    """Refuse meta-tokens that do not follow those in the cache."""
-    first = decoder.meta_settings.layers[0]
-    if sight.cache is None or first >= len(sight.cache.layers):
-        return
-    store = sight.cache.layers[first]
-    if isinstance(store, SecondStore) and isinstance(sight.rows, GatheredRows):
-        has_given_mask = (
-            mask_of_four_dimensions(decoder.config, sight.attention_mask, sight.cache) is not None
-        )
-        store.check_second(sight.rows, is_masked=has_given_mask)
 
 
 def _makes_cache(decoder: Any, kwargs: dict[str, Any]) -> bool:
@@ -261,20 +227,6 @@ def _positions_of_rows(is_meta: Tensor, position_ids: Any) -> Tensor | None:
     )
 
 
-def _has_masks(decoder: Any) -> bool:
-    """Whether the first block is given a mask that shows packed sequences."""
-    return decoder.config._attn_implementation in (
-        "sdpa",
-        "eager",
-        "flex_attention",
-    ) and not _has_states(decoder)
-
-
-def _has_states(decoder: Any) -> bool:
-    """Whether blocks have a recurrent state."""
-    return "linear_attention" in (getattr(decoder.config, "layer_types", None) or ())
-
-
 @torch.compiler.disable
 def _look_at_first_step(decoder: Any, is_meta: Tensor, input_ids: Tensor | None) -> None:
     """Warn, in the first training step, if nothing that was added is trained, or the batch has no meta-token.
@@ -299,26 +251,3 @@ def _look_at_first_step(decoder: Any, is_meta: Tensor, input_ids: Tensor | None)
             "no meta-token is in this batch, so meta-attention learns nothing from it. MetaTokenCollator inserts them.",
             stacklevel=2,
         )
-
-
-@torch.compiler.disable  # it could not trace the attribute
-def _join_masks(shared: Any, full: Any) -> None:
-    """Have the mask that all blocks are given lead to that of the blocks that see all text, after the pass too."""
-    setattr(shared, FULL_MASK, full)
-
-
-def note_tokens_read(decoder: nn.Module, args: tuple, output: Any) -> None:
-    """Forward hook of the decoder: note how many tokens were read, in layers that do not count them."""
-    if torch.compiler.is_compiling():
-        return
-    values = (
-        output.values()
-        if isinstance(output, Mapping)
-        else output
-        if isinstance(output, tuple)
-        else ()
-    )
-    for cache in (value for value in values if isinstance(value, Cache)):
-        for layer in cache.layers:
-            if isinstance(layer, SecondStore) and not hasattr(layer, "get_seq_length"):
-                layer.tokens_read = int(cache.get_seq_length())

@@ -1,25 +1,18 @@
-"""The identity of a base: the settings of its configuration, and checksums of some of its weights."""
+"""The identity of a base: the settings of its configuration, and a checksum of some of its weights."""
 
 import json
-import math
 import re
-from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from metatokens.differences import differences
 from metatokens.files import sha256_of
 from metatokens.retrofit.layers import added_parameters
-from metatokens.retrofit.settings import Checksums
 
 # Settings that change neither what a model computes at inference nor the shapes of its weights.
 _PASSING = re.compile(r"use_cache|.*_token_id|.*dropout.*|.*pdrop|pretraining_tp|initializer_range")
-_PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_VALUES = 1024  # sampled from each weight, at least, if it has as many
 
 
 def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
@@ -51,25 +44,12 @@ def _as_json(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
 
 
-def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """The settings in which two bases differ, to be part of a sentence; empty if there are none."""
-    return ", ".join(
-        f"{name} was {_shown(old)} and is {_shown(new)}"
-        for name, old, new in differences(before, now)
-    )
-
-
-def _shown(value: Any) -> str:
-    """A setting in a sentence; None where it is not among the settings that differ from the default."""
-    return "the default" if value is None else repr(value)[:100]
-
-
 @torch.no_grad()
-def weight_checksums(model: PreTrainedModel, rows: int | None = None) -> Checksums | None:
-    """Checksums of a sample of a base's weights; None if a weight is quantised or not in memory.
+def weights_checksum(model: PreTrainedModel, rows: int | None = None) -> str | None:
+    """A checksum of a sample of a base's weights; None if a weight is quantised or not in memory.
 
-    The sample is from all over each weight. It has one value of each row of the embeddings and the head, since training
-    may change few rows.
+    The sample has one value of each row of each weight, since training may change few rows of a table. It is rounded to
+    bfloat16, so that it is the same for a base in float32 and in bfloat16.
 
     Args:
         model: the base, or a retrofitted model; what was added to it does not count.
@@ -85,53 +65,7 @@ def weight_checksums(model: PreTrainedModel, rows: int | None = None) -> Checksu
     table_ids = {id(table) for table in tables}
     sample = []
     for weight in weights:
-        part = _first_column(weight[:rows]) if id(weight) in table_ids else _spread_values(weight)
-        sample.append(part.float().cpu())
-    values = torch.cat(sample)
-    sums = {name: _sha256(values.to(precision)) for name, precision in _PRECISIONS.items()}
-    size = f"{float(values.abs().mean()):.6g}"
-    return Checksums.model_validate(sums | {"dtype": _coarsest_type(weights), "size": size})
-
-
-def _first_column(table: Tensor) -> Tensor:
-    """One value of each row, (rows,)."""
-    return table.reshape(len(table), -1)[:, 0]
-
-
-def _spread_values(weight: Tensor) -> Tensor:
-    """At least `_VALUES` values at equal distances, or all of a smaller weight."""
-    values = weight.reshape(-1)
-    return values[:: max(1, len(values) // _VALUES)]
-
-
-def _sha256(values: Tensor) -> str:
-    """The checksum of some numbers in their own precision."""
-    content = values.view(torch.uint8).numpy().tobytes()
-    return sha256_of(content)
-
-
-def _coarsest_type(weights: Iterable[Tensor]) -> str:
-    """The name of the coarsest precision among some weights."""
-    types = {weight.dtype for weight in weights}
-    for name in ("bfloat16", "float16"):
-        if _PRECISIONS[name] in types:
-            return name
-    return "float32"
-
-
-def have_same_weights(before: Checksums | None, now: Checksums | None) -> bool:
-    """Whether two checksums may be of the same weights.
-
-    They are compared in the coarser precision. bfloat16 and float16 are compared by their sizes alone, since neither
-    determines the other.
-    """
-    if before is None or now is None:
-        return True
-    types = {before.dtype, now.dtype}
-    if types == {"bfloat16", "float16"}:
-        return math.isclose(before.size, now.size, rel_tol=0.01)
-    if "bfloat16" in types:
-        return before.bfloat16 == now.bfloat16
-    if "float16" in types:
-        return before.float16 == now.float16
-    return before.float32 == now.float32
+        counted = weight[:rows] if id(weight) in table_ids else weight
+        first_column = counted.reshape(*counted.shape[:1], -1)[..., 0]
+        sample.append(first_column.flatten().to(torch.bfloat16).cpu())
+    return sha256_of(torch.cat(sample).view(torch.uint8).numpy().tobytes())

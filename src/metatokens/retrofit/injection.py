@@ -19,11 +19,11 @@ from metatokens.retrofit.classes import (
     freeze_base,
     init_added_weights,
     install,
-    run_new_forward,
 )
-from metatokens.retrofit.identity import settings_of, weight_checksums
+from metatokens.retrofit.identity import settings_of, weights_checksum
 from metatokens.retrofit.injection_points import device_of, find_injection_points
-from metatokens.retrofit.settings import MetaSettings
+from metatokens.retrofit.layers import run_new_forward
+from metatokens.retrofit.settings import MetaSettings, check_entries
 
 
 def add_meta_attention(
@@ -89,7 +89,8 @@ def add_meta_attention(
         point_has_residual=point_has_residual,
         base=base.config.name_or_path,
         base_settings=settings_of(base.config),
-        base_weights=weight_checksums(base),
+        base_weights=weights_checksum(base),
+        base_rows=rows,
     )
     if tokenizer is None:
         assert meta_token_id is not None  # as checked
@@ -126,10 +127,7 @@ def _check_row(model: PreTrainedModel, meta_token_id: Any) -> None:
         raise UserError(
             "give the model's tokenizer, or as meta_token_id a row of its embeddings that no text uses."
         )
-    if type(meta_token_id) is not int or not 0 <= meta_token_id < rows:
-        raise UserError(
-            f"meta_token_id {meta_token_id} is outside the {rows} rows of the table of embeddings."
-        )
+    check_entries(meta_token_id, rows, rows)
     _check_head(model, meta_token_id)
 
 
@@ -159,8 +157,8 @@ def _check_head(model: PreTrainedModel, row: int) -> None:
     head_rows = model.get_output_embeddings().weight.shape[0]
     if row >= head_rows:
         raise UserError(
-            f"the output head of this {type(model).__name__} has {head_rows} rows, fewer than its table of embeddings: "
-            "give, without a tokenizer, as meta_token_id one of the head's rows that no text uses."
+            f"the output head has {head_rows} rows, fewer than the table of embeddings: give, without a tokenizer, as "
+            "meta_token_id one of the head's rows that no text uses."
         )
 
 

@@ -22,8 +22,8 @@ def find_injection_points(model: PreTrainedModel, layers: Sequence[int]) -> tupl
 
     With x the block's input and z its output, it is the first submodule whose output y satisfies one of these:
     - x + c y is the input of a later submodule (c is 1, except in models that scale it);
-    - x + y + y' is z, with y' the output of a later submodule (attention parallel to the feed-forward layer);
-    - y is the input of a later submodule, and the submodule itself received x as an input after its first (so y
+    - x + c y + y' is z, with y' the output of a later submodule (attention parallel to the feed-forward layer);
+    - c y is the input of a later submodule, and the submodule itself received x as an input after its first (so y
       contains x, as in BLOOM).
 
     Random numbers replace x, and y of one submodule after another. Their magnitudes are similar, so that x + y differs
@@ -41,10 +41,9 @@ def find_injection_points(model: PreTrainedModel, layers: Sequence[int]) -> tupl
     contains_x: dict[tuple[int, str], bool] = {}
     for name in names:
         for layer, block in _blocks_in_pass(model, layers, replaced=name).items():
-            if block.adds(name):
-                contains_x[layer, name] = False
-            elif block.gives_x_to(name):
-                contains_x[layer, name] = True
+            adds_y = block.adds(name)
+            if adds_y or block.gives_x_to(name):
+                contains_x[layer, name] = not adds_y
     points = []
     for layer, block in plain.items():
         joining = [call.name for call in block.calls if (layer, call.name) in contains_x]
@@ -55,8 +54,7 @@ def find_injection_points(model: PreTrainedModel, layers: Sequence[int]) -> tupl
             )
         points.append(joining[0])
     _check_steps(model)
-    has_residual = [contains_x[point] for point in zip(layers, points, strict=True)]
-    return points, any(has_residual)
+    return points, any(contains_x[point] for point in zip(layers, points, strict=True))
 
 
 def _check_steps(model: PreTrainedModel) -> None:
@@ -82,7 +80,7 @@ def _logits_in_steps(model: PreTrainedModel, ids: Tensor, lengths: tuple[int, ..
 @contextmanager
 def probe_ids(model: PreTrainedModel, complaint: str, length: int = 8) -> Iterator[Tensor]:
     """Yield ids, (1, length), with a model in evaluation mode; an exception becomes a UserError with the complaint."""
-    modes = {module: module.training for module in model.modules()}
+    was_training = model.training
     ids = torch.arange(length)[None] % model.config.get_text_config().vocab_size
     device = device_of(model.get_input_embeddings())
     try:
@@ -93,8 +91,7 @@ def probe_ids(model: PreTrainedModel, complaint: str, length: int = 8) -> Iterat
         reason = f"({type(error).__name__}: {one_line(error)[:200]})"
         raise UserError(f"{complaint.format(type(model).__name__)}, and fails {reason}.") from error
     finally:
-        for module, mode in modes.items():
-            module.training = mode
+        model.train(was_training)
 
 
 class Call(NamedTuple):
@@ -150,15 +147,15 @@ class BlockInPass:
     def adds(self, name: str) -> bool:
         """Whether the block adds the output y of a submodule to x."""
         y, _, later = self._around(name)
-        if any(_is_scaled_sum(state, self.x, y) for call in later for state in call.inputs):
+        if any(_is_sum(state, [self.x], y) for call in later for state in call.inputs):
             return True
-        return any(_is_sum(self.z, [self.x, y, parallel.output]) for parallel in later)
+        return any(_is_sum(self.z, [self.x, parallel.output], y) for parallel in later)
 
     def gives_x_to(self, name: str) -> bool:
         """Whether the block has a submodule add x to its own output y."""
         y, inputs, later = self._around(name)
-        is_y_read = any(_is_sum(state, [y]) for call in later for state in call.inputs)
-        return is_y_read and any(_is_sum(state, [self.x]) for state in inputs[1:])
+        is_y_read = any(_is_sum(state, [], y) for call in later for state in call.inputs)
+        return is_y_read and any(_is_sum(state, [], self.x) for state in inputs[1:])
 
     def _around(self, name: str) -> tuple[Tensor | None, list[Tensor], list[Call]]:
         """A submodule's output, its inputs, and later calls; none of several calls, which a hook cannot separate."""
@@ -208,37 +205,24 @@ def _flat(x: Tensor) -> Tensor:
     return x.detach().cpu().flatten().clone()
 
 
-def _is_scaled_sum(total: Tensor, x: Tensor, y: Tensor | None) -> bool:
-    """Whether a total is x + c y, for any c that is not small."""
-    if y is None or not total.shape == x.shape == y.shape:
-        return False
-    change, direction = total.double() - x.double(), y.double()
-    c = float(change @ direction / direction.square().sum())
-    return abs(c) > 0.01 and _is_sum(total, [x, y], shares=[1.0, c])
-
-
-def _is_sum(
-    total: Tensor | None,
-    summands: list[Tensor | None],
-    shares: Sequence[float] = (1.0, 1.0, 1.0),
-) -> bool:
-    """Whether a total is the sum of these shares of the summands, except for what rounding changes.
+def _is_sum(total: Tensor | None, others: Sequence[Tensor | None], y: Tensor | None) -> bool:
+    """Whether a total is the sum of the others and c y, for any c that is not small, except for what rounding changes.
 
     A model rounds each number up to four times, to the coarsest format of its states: a scaled summand and up to two
-    sums, and our estimate of a share is off by as much. Each time it is off by half of eps, relative to the summands.
-    We leave room for twice as many. Here the dot products of a share are rounded in float64, at each of their terms.
+    sums, and our estimate of c is off by as much. Each time it is off by half of eps, relative to the summands. We
+    leave room for twice as many. Here the dot products of c are rounded in float64, at each of their terms.
     """
-    if total is None:
+    states = [state for state in (total, *others, y) if state is not None]
+    if len(states) < len(others) + 2 or len({state.shape for state in states}) > 1:
         return False
-    states = [state for state in summands if state is not None and state.shape == total.shape]
-    if len(states) < len(summands):
-        return False
-    parts = [share * state.double() for share, state in zip(shares, states, strict=False)]
-    eps = max(torch.finfo(state.dtype).eps for state in (total, *states))
-    relative = 4 * eps + total.numel() * torch.finfo(torch.float64).eps
-    magnitude = sum(part.abs().max() for part in parts)
-    error = (sum(parts) - total.double()).abs().max()
-    return bool(error <= relative * magnitude)
+    eps = max(torch.finfo(state.dtype).eps for state in states)
+    whole, *rest, direction = (state.double() for state in states)
+    share = whole - sum(rest)
+    c = float(share @ direction / direction.square().sum())
+    relative = 4 * eps + len(whole) * torch.finfo(torch.float64).eps
+    magnitude = abs(c) * direction.abs().max() + sum(state.abs().max() for state in rest)
+    error = (share - c * direction).abs().max()
+    return abs(c) > 0.01 and bool(error <= relative * magnitude)
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -4,6 +4,7 @@ Every block receives the pass of its decoder as an argument, so a block with act
 meta-tokens when it is recomputed.
 """
 
+import functools
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -19,13 +20,17 @@ from metatokens.model.cache import SecondStore
 from metatokens.model.mixins import add_mixin
 from metatokens.model.rows import GatheredRows
 from metatokens.model.visibility import seen_by_a_head
-from metatokens.retrofit.context import FULL_MASK, ForwardContext, Pass, current, thread, traced
+from metatokens.retrofit.context import ForwardContext, Pass, current, thread, traced
 from metatokens.retrofit.settings import MetaSettings
 
 ADDED = {"meta_attention", "meta_token"}  # the names of the modules that are added
 _OUTSIDE = (
     "a block of a retrofitted model ran outside a pass of its model, as a wrapper for activation checkpointing runs it "
     "again; use model.gradient_checkpointing_enable() in its place."
+)
+_OWN_MASKS = (
+    "this base does not hand its blocks the mask that it is given, so that none can see all text: leave "
+    "text_full_layers out."
 )
 _JOINED = (
     "this base lets sequences that are packed into one row see one another; give each its own row."
@@ -63,13 +68,12 @@ def check_table(table: nn.Module) -> None:
     """Refuse wrappers of PEFT around a table of embeddings that do not reach its meta-token, or only in part."""
     if isinstance(table, MetaEmbeddingTable):
         return
-    wrapper = type(table)
     # PEFT would merge such an adapter into a row that is never read.
     if not hasattr(table, "meta_token_id"):
         raise UserError(
-            f"a {wrapper.__name__} around the embeddings bypasses the meta-token's; train them by modules_to_save."
+            "an adapter around the embeddings bypasses the meta-token's; train them by modules_to_save."
         )
-    if any(type(part) is wrapper for part in table.modules() if part is not table):
+    if any(type(part) is type(table) for part in table.modules() if part is not table):
         raise UserError(
             "adapters name in modules_to_save the table of embeddings, which includes the meta-token, and the "
             "meta-token besides: name the table alone, in each of them."
@@ -124,15 +128,22 @@ class MetaDecoder(nn.Module):
 
 
 class MetaBlock(nn.Module):
-    """Mixin for a block of a decoder: meta-attention between its attention and its feed-forward layer."""
+    """Mixin for a block of a decoder: meta-attention between its attention and its feed-forward layer.
+
+    Attributes:
+        sees_all_text: whether the block has, in a decoder that forgets text, a mask that shows all of it.
+    """
 
     meta_attention: MetaModule
     meta_site_has_residual: bool
+    sees_all_text = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block with the current pass."""
-        if (running := current().running) is None:
-            _check_inside()
+        running = current().running
+        if running is None:
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                raise UserError(_OUTSIDE)
             return super().__call__(*args, **kwargs)
         if running.sequences is not None:
             joined = _are_joined(running.sequences, (*args, *kwargs.values()))
@@ -141,6 +152,12 @@ class MetaBlock(nn.Module):
             elif bool(joined):
                 raise UserError(_JOINED)
             running.sequences = None
+        if self.sees_all_text and running.masks is not None:
+            shared, full = running.masks
+            if not any(value is shared for value in (*args, *kwargs.values())):
+                raise UserError(_OWN_MASKS)
+            args = tuple(full if value is shared else value for value in args)
+            kwargs = {name: full if value is shared else value for name, value in kwargs.items()}
         # Not in `forward`, which activation checkpointing runs again, after the pass.
         return super().__call__(*args, meta_context=running.context, **kwargs)
 
@@ -166,49 +183,28 @@ class MetaBlock(nn.Module):
             state.block = outer
 
 
-class FullBlock(nn.Module):
-    """Mixin for a block of a decoder that forgets text: this block may see all of it."""
-
-    sees_all_text: bool
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the block, with its own mask in place of that of the other blocks."""
-        if not self.sees_all_text:
-            return super().__call__(*args, **kwargs)
-        shared, full = _masks((*args, *kwargs.values()))
-        if shared is None:
-            _check_inside()
-            return super().__call__(*args, **kwargs)
-        kwargs = {name: full if value is shared else value for name, value in kwargs.items()}
-        return super().__call__(*(full if value is shared else value for value in args), **kwargs)
-
-
-def _masks(inputs: tuple) -> tuple[Any, Any]:
-    """The mask that all blocks are given, and that of the blocks that see all text; None twice without a window.
-
-    The first leads to the second also where a block is computed again, after its pass and maybe inside another one.
-    """
-    if not torch.compiler.is_compiling():
-        for value in inputs:
-            if hasattr(value, FULL_MASK):
-                return value, getattr(value, FULL_MASK)
-    running = current().running
-    return (None, None) if running is None or running.masks is None else running.masks
-
-
-def _check_inside() -> None:
-    """Refuse a block that is run again, after the pass: it would lack what the pass hands to blocks."""
-    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and thread.running is None:
-        raise UserError(_OUTSIDE)
-
-
 def set_full_layers(blocks: Iterable[nn.Module], full: Collection[int]) -> None:
     """Have the blocks `full`, and no others, see all text in a decoder that forgets text."""
     for number, block in enumerate(blocks):
         if number in full:
-            add_mixin(block, FullBlock)
-        if isinstance(block, FullBlock):
+            change_class(block, MetaBlock)
+        if isinstance(block, MetaBlock):
             block.sees_all_text = number in full
+
+
+def change_class(module: Any, mixin: type) -> None:
+    """Put a mixin in front of a module's class."""
+    add_mixin(module, mixin)
+    run_new_forward(module)
+
+
+def run_new_forward(module: Any) -> None:
+    """Have a module whose class was changed run the new class's forward, also where accelerate moves its weights.
+
+    accelerate keeps the forward of the class that it met on the object.
+    """
+    if "_old_forward" in vars(module):
+        module._old_forward = functools.partial(type(module).forward, module)
 
 
 def _are_joined(sequences: Tensor, inputs: tuple) -> Tensor:

@@ -11,16 +11,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from metatokens.decoder import decoder_of, own_blocks
+from metatokens.differences import differences
 from metatokens.errors import UserError, one_line
 from metatokens.files import DAMAGED, read_json, relative_base_name, resolve_base, write_whole
 from metatokens.model.wrappers import takes_wrapped, uncompiled
 from metatokens.retrofit.classes import MODEL_TYPE, MetaModel
-from metatokens.retrofit.identity import (
-    difference,
-    have_same_weights,
-    settings_of,
-    weight_checksums,
-)
+from metatokens.retrofit.identity import settings_of, weights_checksum
 from metatokens.retrofit.injection import convert
 from metatokens.retrofit.layers import MetaModule, added_parameters
 from metatokens.retrofit.settings import MetaSettings, check_entries
@@ -51,9 +47,7 @@ def save_meta(model: PreTrainedModel, folder: str | Path) -> None:
             "adapters are in this model: save what their merge_and_unload() returns, by save_pretrained."
         )
     if not isinstance(model, MetaModel):
-        raise UserError(
-            f"this {type(model).__name__} is no retrofitted model: nothing was added that could be saved."
-        )
+        raise UserError("this is no retrofitted model: nothing was added that could be saved.")
     settings = MetaSettings(**model.config.meta_attention)
     weights = {
         name: parameter.detach().contiguous() for name, parameter in added_parameters(model).items()
@@ -95,8 +89,8 @@ def _check_added(
 
 def _check_base_of(model: PreTrainedModel, settings: MetaSettings) -> None:
     """Refuse a retrofitted model whose base is no longer the one that was retrofitted."""
-    rows = _base_rows(model, settings)
-    if not have_same_weights(settings.base_weights, weight_checksums(model, rows)):
+    rows = settings.base_rows
+    if _has_other_weights(settings, model, rows):
         raise UserError(
             "the base's weights are not those that meta-attention was added to: it was trained too, or adapters were "
             "merged into it. Save the whole model, by save_pretrained."
@@ -106,16 +100,6 @@ def _check_base_of(model: PreTrainedModel, settings: MetaSettings) -> None:
             "tokens were added to this model after the meta-token, and their embeddings are no part of meta-attention. "
             "Save the whole model, by save_pretrained."
         )
-
-
-def _base_rows(model: PreTrainedModel, settings: MetaSettings) -> int:
-    """The rows of the base's table, before anything was added."""
-    config = model.config.get_text_config()
-    image_rows = model.get_input_embeddings().weight.shape[0] - config.vocab_size  # of mllama
-    base_settings = settings.base_settings
-    if config is not model.config:
-        base_settings = base_settings.get("text_config", {})
-    return base_settings.get("vocab_size", type(config)().vocab_size) + image_rows
 
 
 def load_meta(base: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
@@ -138,7 +122,7 @@ def load_meta(base: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
     settings, meta_token_id, in_use = _read(folder)
     if isinstance(model, MetaModel) or not isinstance(model, PreTrainedModel):
         raise UserError(
-            f"this {type(model).__name__} is no model of transformers without meta-tokens: give the plain base."
+            "this is no model of transformers without meta-tokens: give the plain base."
         )
     _check_identity(model, settings, folder)
     rows = model.get_input_embeddings().weight.shape[0]
@@ -164,12 +148,24 @@ def load_meta(base: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
 
 def _check_identity(base: PreTrainedModel, settings: MetaSettings, folder: Path) -> None:
     """Refuse a base that is not the one that a delta in `folder` was trained with."""
-    differing = difference(settings.base_settings, settings_of(base.config))
-    if not differing and not have_same_weights(settings.base_weights, weight_checksums(base)):
-        differing = "the configuration is the same, but the weights have other checksums"
+    names = [name for name, _, _ in differences(settings.base_settings, settings_of(base.config))]
+    differing = f"it had another {', '.join(names)}" if names else ""
+    if not names and _has_other_weights(settings, base):
+        differing = (
+            "the configuration is the same, but the weights have another checksum, as they also have in float16 if "
+            "they were not in float16 before, and the other way round"
+        )
     if differing:
-        name = f", {settings.base}" if settings.base else ""
-        raise UserError(f"{folder} was trained with another base{name}: {differing}.")
+        name = settings.base or "never saved"
+        raise UserError(f"{folder} was trained with another base ({name}): {differing}.")
+
+
+def _has_other_weights(
+    settings: MetaSettings, model: PreTrainedModel, rows: int | None = None
+) -> bool:
+    """Whether a base's weights are not those that a delta was trained with, as far as both are known."""
+    checksums = {settings.base_weights, weights_checksum(model, rows)}
+    return None not in checksums and len(checksums) > 1
 
 
 def _shapes(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
@@ -198,9 +194,7 @@ def base_of(folder: Path) -> str:
     """The base of a delta: a folder, or a name on the Hub."""
     settings, _, _ = _read(folder)
     if not settings.base:
-        raise UserError(
-            f"the base of {folder} was never saved; load_meta takes one that has its configuration."
-        )
+        raise UserError("the base was never saved; load_meta takes one that has its configuration.")
     return settings.base
 
 

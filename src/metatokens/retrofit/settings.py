@@ -1,29 +1,13 @@
 """The settings of meta-attention in a retrofitted model's configuration."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from metatokens.errors import UserError, broken_rule
 from metatokens.model.configuration import TEXT_SINKS, check_layers
 
 Size = Annotated[int, Field(ge=1, strict=True)]
-
-
-class Checksums(BaseModel):
-    """Checksums of some of a base's weights, in each of the precisions that it may be loaded in.
-
-    Attributes:
-        float32, bfloat16, float16: SHA-256 of the sampled weights, rounded to this precision.
-        dtype: the precision that the weights had.
-        size: the mean of their magnitudes.
-    """
-
-    float32: str
-    bfloat16: str
-    float16: str
-    dtype: Literal["float32", "bfloat16", "float16"]
-    size: float
 
 
 class MetaSettings(BaseModel):
@@ -34,17 +18,14 @@ class MetaSettings(BaseModel):
         num_attention_heads: heads of each module.
         head_size: width of one head.
         layers: indices of the blocks that have a module.
-        injection_points: for each of these blocks, the submodule to whose output meta-attention is added. On disk it
-            is called `sites`.
-        point_has_residual: whether that output already contains the residual stream, as in BLOOM. On disk it is called
-            `site_has_residual`.
+        injection_points: for each of these blocks, the submodule to whose output meta-attention is added.
+        point_has_residual: whether that output already contains the residual stream, as in BLOOM.
         base: the base's name.
         base_settings: the settings of the base's configuration (`settings_of`).
-        base_weights: checksums of the base (`weight_checksums`); None if its weights could not be read.
+        base_weights: the checksum of the base (`weights_checksum`); None if its weights could not be read.
+        base_rows: the rows of the base's table of embeddings, which may have grown since.
         text_window, text_sinks, text_full_layers: what a query sees of the text, as in `MetaGPT2Config`.
     """
-
-    model_config = ConfigDict(validate_by_name=True, serialize_by_alias=True)
 
     # Read by `Attention`. The paper's code base has no biases.
     bias: ClassVar = False
@@ -56,11 +37,12 @@ class MetaSettings(BaseModel):
     num_attention_heads: Size
     head_size: Annotated[Size, Field(multiple_of=2)]
     layers: list[int]
-    injection_points: Annotated[list[Annotated[str, Field(min_length=1)]], Field(alias="sites")]
-    point_has_residual: Annotated[bool, Field(alias="site_has_residual")]
+    injection_points: list[Annotated[str, Field(min_length=1)]]
+    point_has_residual: bool
     base: str
     base_settings: dict[str, Any]
-    base_weights: Checksums | None
+    base_weights: str | None
+    base_rows: int
     text_window: Size | None = None
     text_sinks: Annotated[int, Field(ge=0)] = TEXT_SINKS
     text_full_layers: list[int] | None = None
@@ -78,9 +60,7 @@ class MetaSettings(BaseModel):
         check_layers("layers", self.layers, count)
         check_layers("text_full_layers", self.text_full_layers or [], count)
         if len(self.injection_points) != len(self.layers):
-            raise UserError(
-                f"{len(self.layers)} blocks have {len(self.injection_points)} sites for meta-attention; each needs one."
-            )
+            raise UserError("each of the layers needs one of the injection_points.")
 
 
 def check_entries(meta_token_id: Any, used: Any, rows: int) -> None:

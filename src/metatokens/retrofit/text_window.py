@@ -1,13 +1,12 @@
 """Setting a text window: a model then forgets text that is neither near, nor a meta-token, nor at the start."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -71,13 +70,16 @@ def text_window_of(config: Any) -> dict[str, Any]:
 def without_text_window(model: Any) -> Iterator[None]:
     """Have a model see all text, whatever its window is."""
     config = model.config
-    name = "meta_attention" if isinstance(config, MetaConfig) else "text_window"
-    before = getattr(config, name)
-    setattr(config, name, before | {"text_window": None} if name == "meta_attention" else None)
+    if isinstance(config, MetaConfig):
+        with _with_fields(config, text_window=None):
+            yield
+        return
+    before = config.text_window
+    config.text_window = None
     try:
         yield
     finally:
-        setattr(config, name, before)
+        config.text_window = before
 
 
 def apply_text_window(
@@ -98,10 +100,6 @@ def apply_text_window(
         )
     sinks = config.text_sinks if sinks is None else sinks
     full_layers = config.text_full_layers if full_layers is None else full_layers
-    if not isinstance(full_layers, Iterable | None):
-        raise UserError(
-            f"full_layers is {full_layers!r}; give the numbers of the blocks, such as [0, 5]."
-        )
     full = None if window is None else list(full_layers or ()) or None
     fields = {"text_window": window, "text_sinks": sinks, "text_full_layers": full}
     if isinstance(config, MetaConfig):
@@ -110,8 +108,6 @@ def apply_text_window(
         settings.check_blocks(own_blocks(config))
         if window is not None:
             _check(model)
-        if full:
-            _check_full(model, blocks)
         set_full_layers(blocks, full or ())
         config.meta_attention = settings.model_dump()
     else:
@@ -124,9 +120,15 @@ def apply_text_window(
         config.text_window, config.text_sinks, config.text_full_layers = window, sinks, full
 
 
-def _tolerance(model: PreTrainedModel) -> float:
-    """How far two ways to compute one thing may be apart, as a share; bases in float64 compute a part in float32."""
-    return max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
+@contextmanager
+def _with_fields(config: Any, **fields: Any) -> Iterator[None]:
+    """Have a retrofitted model's configuration hold these fields of `meta_attention`."""
+    before = config.meta_attention
+    config.meta_attention = before | fields
+    try:
+        yield
+    finally:
+        config.meta_attention = before
 
 
 @torch.no_grad()
@@ -142,60 +144,29 @@ def _check(model: PreTrainedModel) -> None:
         decoder.config, "attention_types"
     ):
         raise UserError(
-            f"a {type(model).__name__} cannot have a text_window: some of its blocks have a sliding window of their "
-            "own, or a state instead of a cache."
+            "this base cannot have a text_window: some of its blocks have a sliding window of their own, or a state "
+            "instead of a cache."
         )
-    before = config.meta_attention
-    config.meta_attention = before | {"text_window": 1, "text_sinks": 1, "text_full_layers": None}
-    try:
-        with probe_ids(model, _READS, 24) as ids:
-            ids = torch.cat([ids, pad(ids[:, :19], (5, 0))])  # the second row is padded
-            mask = torch.ones_like(ids)
-            mask[1, :5] = 0
-            ids[:, 10] = config.meta_token_id
-            cache, tolerance = None, _tolerance(model)
-            other = ids.clone()
-            other[:, 8] += 1
-            whole = decoder(other, attention_mask=mask, use_cache=False)[0]
-            for start, end in pairwise([0, *range(20, 25)]):
-                out = decoder(
-                    ids[:, start:end],
-                    attention_mask=mask[:, :end],
-                    use_cache=True,
-                    **{CACHE: cache},
-                )
-                cache = out[CACHE]
-                expected = whole[:, max(start, 12) : end]
-                got = out[0][:, -expected.shape[1] :]
-                if (got - expected).norm() > tolerance * expected.norm():
-                    raise ValueError("text that is forgotten changes what it predicts")
-    finally:
-        config.meta_attention = before
-
-
-@torch.no_grad()
-def _check_full(model: PreTrainedModel, blocks: Sequence[nn.Module]) -> None:
-    """Refuse a base that does not hand its blocks the mask that it is given, so that none can have another.
-
-    Blocks that all see all text have to give what a model without a window gives.
-    """
-    (decoder, _), config = decoder_of(model), model.config
-    before, everywhere = config.meta_attention, [*range(len(blocks))]
-    was_full = [
-        number for number, block in enumerate(blocks) if getattr(block, "sees_all_text", False)
-    ]
-    set_full_layers(blocks, everywhere)
-    try:
-        with probe_ids(model, _READS, 24) as ids:
-            outputs = []
-            no_window = {"text_window": None, "text_full_layers": None}
-            all_full = {"text_window": 1, "text_sinks": 1, "text_full_layers": everywhere}
-            for fields in (no_window, all_full):
-                config.meta_attention = before | fields
-                outputs.append(decoder(ids, use_cache=False)[0])
-            plain, full = outputs
-            if (full - plain).norm() > _tolerance(model) * plain.norm():
-                raise ValueError("its blocks have masks of their own")
-    finally:
-        config.meta_attention = before
-        set_full_layers(blocks, was_full)
+    with (
+        _with_fields(config, text_window=1, text_sinks=1, text_full_layers=None),
+        probe_ids(model, _READS, 24) as ids,
+    ):
+        ids = torch.cat([ids, pad(ids[:, :19], (5, 0))])  # the second row is padded
+        mask = torch.ones_like(ids)
+        mask[1, :5] = 0
+        ids[:, 10] = config.meta_token_id
+        other = ids.clone()
+        other[:, 8] += 1
+        whole = decoder(other, attention_mask=mask, use_cache=False)[0]
+        cache, in_steps = None, []
+        for start, end in pairwise([0, *range(20, 25)]):
+            inputs = {"attention_mask": mask[:, :end], CACHE: cache}
+            out = decoder(ids[:, start:end], use_cache=True, **inputs)
+            cache = out[CACHE]
+            in_steps.append(out[0])
+        of_steps = torch.cat(in_steps, dim=1)[:, 12:]
+        expected = whole[:, 12:]
+        # Bases in float64 compute a part in float32.
+        eps = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps)
+        if (of_steps - expected).norm() > eps**0.5 * expected.norm():
+            raise ValueError("text that is forgotten changes what it predicts")

@@ -46,9 +46,9 @@ def pretrain(
     """Train a language model, from random weights or from a checkpoint, until `training.max_steps`.
 
     Args:
-        recipe: the settings; with `init`, only `second_attention` of its section `model` is used, for a GPT-2.
+        recipe: the settings; with `init`, its section `model` is not used.
         out: the run's folder: the model, `settings.json`, `curve.jsonl`, `checkpoints/`. Resumed if it holds this run.
-        init: a checkpoint to start from, which may be a GPT-2 or GPT-Neo of transformers.
+        init: a checkpoint to start from, which may be a model of transformers.
         overwrite: replace another run in `out`.
         progress: called with the steps done, the steps in all and the latest figures.
 
@@ -62,7 +62,7 @@ def pretrain(
     set_seed(recipe.training.seed)
     model: Any
     if init is not None:
-        model = load_model(init, recipe.model.second_attention)
+        model = load_model(init)
         recipe = recipe.model_copy(update={"model": model_settings(model.config)})
     elif recipe.model.architecture == "gpt_neo":
         model = new_gpt_neo(_config(recipe, store.tokenizer), store.tokenizer)
