@@ -204,5 +204,3 @@ def test_a_missing_recipe_lists_the_bundled_ones(source):
         sentence
         == f"no recipe at {source}; give a YAML file or one of: {', '.join(sorted(PACKAGED))}."
     )
-
-

@@ -168,17 +168,14 @@ def test_labels_are_counted_over_all_processes(
 
 # PEFT's own.
 @pytest.mark.filterwarnings("ignore:::peft", "ignore:.is_gradient_checkpointing.:FutureWarning")
-@pytest.mark.quick(keeps_adapter=["false"])
-@pytest.mark.parametrize("keeps_adapter", ["false", "true"])
 def test_all_processes_train_the_adapters_of_the_length_before(
-    keeps_adapter: str, small_model: Callable[..., Path], tmp_path: Path, run_ranks: Run
+    small_model: Callable[..., Path], tmp_path: Path, run_ranks: Run
 ) -> None:
     model = small_model()
     for processes in (1, 2):
         options = overrides(
             "task.train_lengths=[48,64]",
             "training.lora_rank=2",
-            f"training.keep_adapter={keeps_adapter}",
         )
         arguments = tuning(model, "--task", "parity", *options, steps=2, processes=processes)
         run_ranks(processes, command, *arguments, "--out", tmp_path / str(processes))
