@@ -244,7 +244,7 @@ def _scores(inputs: Inputs, claim: Claim, b: Side, over: Fields, keys: list[str]
     trainings = [tuple(fields.get(key) for key in _TRAINING) for _, fields in figures]
     in_settings: list[pd.DataFrame] = []
     for figure, (sign, fields) in enumerate(figures):
-        rows = inputs.measured(**{"metric": claim.metric, **lists, **fields})
+        rows = _measured(inputs, claim, {**lists, **fields})
         if figure == 0:
             settings = rows[keys].drop_duplicates()
         rows = rows.assign(
@@ -252,10 +252,7 @@ def _scores(inputs: Inputs, claim: Claim, b: Side, over: Fields, keys: list[str]
             sign=sign,
             training=trainings.index(trainings[figure]),
             prompts=rows["task"] + rows["condition"] + rows["length"].fillna(0).astype(str),
-            error=((rows["high"] - rows["low"]) / 2 / 1.96).fillna(0.0),
         )
-        if claim.unit == "percent":  # of the same text for all models, which is not taken as a draw
-            rows = rows.assign(value=np.log(rows["value"]), error=0.0)
         # A side that fixes one of the keys, such as a train length, has that figure in all settings.
         fixed = [key for key in keys if key in fields]
         in_settings.append(settings.merge(rows.drop(columns=fixed)))
@@ -268,6 +265,14 @@ def _scores(inputs: Inputs, claim: Claim, b: Side, over: Fields, keys: list[str]
         scores = scores[(scores["length"] / scores["train_length"]).isin(over["ratio"])]
     figures_of_setting = scores.groupby(keys)["figure"].transform("nunique")
     return _on_common_prompts(scores[figures_of_setting == len(figures)])
+
+
+def _measured(inputs: Inputs, claim: Claim, fields: Fields) -> pd.DataFrame:
+    """The figures of the claim's metric, with their standard errors; the logarithm of a perplexity."""
+    rows = inputs.measured(**{"metric": claim.metric, **fields})
+    if claim.unit == "percent":  # all models read the same text, which is not taken as a draw
+        return rows.assign(value=np.log(rows["value"]), error=0.0)
+    return rows.assign(error=((rows["high"] - rows["low"]) / 2 / 1.96).fillna(0.0))
 
 
 def _on_common_prompts(scores: pd.DataFrame) -> pd.DataFrame:

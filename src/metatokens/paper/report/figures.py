@@ -194,14 +194,14 @@ def covered(tables: Tables) -> Figure:
     def draw(task: str, axes: Axes) -> None:
         models = sorted(set(select(hidden, task=task)["model"]), key=order)
         asked = ((in_sight, "text in sight", 0.4), (hidden, "text covered", 0.9))
-        for row, (model, (figures, how, opacity)) in enumerate(product(models, asked)):
+        for row, (model, (figures, sight, opacity)) in enumerate(product(models, asked)):
             cell = Cell.of(select(figures, task=task, model=model))
             middle, *ends = 100 * np.array(cell.estimate())
             colour = STYLES.get(model, FURTHER[0]).colour
             axes.barh(row, middle, height=0.4, color=colour, alpha=opacity)
             axes.plot(ends, [row, row], color=INK, linewidth=1.4, solid_capstyle="butt")
             n = listed([*map(number, sorted(cell.n))], "or")
-            _write(axes, 0.02, row - 0.35, f"{model}, {how}: {cell.shown(PERCENT)} %, n = {n}")
+            _write(axes, 0.02, row - 0.35, f"{model}, {sight}: {cell.shown(PERCENT)} %, n = {n}")
         axes.set(ylim=(2 * len(models) - 0.6, -1.0), yticks=[], xlabel=PERCENT.what)
 
     tasks = sorted(set(hidden["task"]), key=order)
@@ -219,13 +219,7 @@ def _write(axes: Axes, x: float, y: float, text: str, weight: str = "normal") ->
 
 def claims(results: Sequence[ClaimResult]) -> Figure:
     """The effect and the interval of each claim that has one, by question; small strokes are the tasks."""
-    rows: list[tuple[str, ClaimResult | None]] = []
-    for result in results:
-        claim = result.claim
-        if math.isfinite(result.effect.low):
-            if (claim.question, None) not in rows:
-                rows.append((claim.question, None))
-            rows.append((f"{claim.number}. {claim.text}" if claim.number else claim.text, result))
+    rows = _with_questions(results)
     if not rows:
         return Figure()
     folded = [wrap(text, width=62, break_on_hyphens=False) for text, _ in rows]
@@ -248,6 +242,18 @@ def claims(results: Sequence[ClaimResult]) -> Figure:
     axes.tick_params(length=0, labelsize=SIZE, labelcolor=INK)
     axes.set_xlabel("difference that the claim predicts, in points", fontsize=SIZE, color=INK)
     return figure
+
+
+def _with_questions(results: Sequence[ClaimResult]) -> list[tuple[str, ClaimResult | None]]:
+    """The claims that have an interval, with their texts, each question before its claims."""
+    rows: list[tuple[str, ClaimResult | None]] = []
+    for result in results:
+        claim = result.claim
+        if math.isfinite(result.effect.low):
+            if (claim.question, None) not in rows:
+                rows.append((claim.question, None))
+            rows.append((f"{claim.number}. {claim.text}" if claim.number else claim.text, result))
+    return rows
 
 
 def _draw_claim(axes: Axes, result: ClaimResult, y: float) -> None:

@@ -184,31 +184,37 @@ def make_table(
         below: the lines that are added below a figure, from the rows of its cell, such as the paper's figure.
         by_seed: whether each run's figure is added too.
     """
-    selected = {
-        label: [select(figures, **{**row, **column}) for column in columns.values()]
-        for label, row in rows.items()
-    }
+    selected = _selected(figures, rows, columns)
     cells = {label: list(map(Cell.of, of_row)) for label, of_row in selected.items()}
-    cells = {label: of_row for label, of_row in cells.items() if any(cell.runs for cell in of_row)}
     all_cells = list(chain.from_iterable(cells.values()))
     runs = max((len(cell.runs) for cell in all_cells), default=0)
 
-    def text(cell: Cell, of_cell: pd.DataFrame) -> Text:
-        if not cell.runs:
-            return NOT_RUN
-        lines = [cell.shown(form, runs), *below(of_cell)]
-        if by_seed and len(cell.runs) > 2:
-            lines.append(f"runs {' '.join(map(form, cell.runs.values()))}")
-        return lines[0] if len(lines) == 1 else tuple(lines)
-
     header = [corner, *columns]
-    body: list[list[Text]] = [
-        [label, *map(text, of_row, selected[label])] for label, of_row in cells.items()
-    ]
+    body: list[list[Text]] = []
+    for label, of_row in cells.items():
+        texts: list[Text] = [label]
+        for cell, of_cell in zip(of_row, selected[label], strict=True):
+            lines = [cell.shown(form, runs), *(below(of_cell) if cell.runs else ())]
+            if by_seed and len(cell.runs) > 2:
+                lines.append(f"runs {' '.join(map(form, cell.runs.values()))}")
+            texts.append(lines[0] if len(lines) == 1 else tuple(lines))
+        body.append(texts)
     if form.chance and body:
         floors = np.array([[cell.floors for cell in of_row] for of_row in cells.values()])
         _add_floors(header, body, floors, form)
     return Table(title, tuple(header), list(map(tuple, body)), _note(form, all_cells))
+
+
+def _selected(
+    figures: pd.DataFrame, rows: Mapping[str, Fields], columns: Mapping[str, Fields]
+) -> dict[str, list[pd.DataFrame]]:
+    """The figures of each cell, in rows that have any."""
+    selected = {}
+    for label, row in rows.items():
+        of_row = [select(figures, **{**row, **column}) for column in columns.values()]
+        if any(of_cell["value"].notna().any() for of_cell in of_row):
+            selected[label] = of_row
+    return selected
 
 
 def _add_floors(header: list[str], body: list[list[Text]], floors: np.ndarray, form: Form) -> None:

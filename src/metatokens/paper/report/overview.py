@@ -149,22 +149,31 @@ def evidence(result: ClaimResult) -> Table:
 
 
 def _evidence_row(claim: Claim, stratum: MeasuredStratum, effect: Effect) -> Row:
-    scale, digits, _ = _UNITS[claim.unit]
-    counted = [setting.means for setting in stratum.settings if not setting.left_out]
-    means = np.mean(counted or [setting.means for setting in stratum.settings], axis=0)
-    shown = np.exp(means) if claim.unit in LOGARITHMS else scale * means
-    by_reason: dict[str, list[str]] = {}
-    for setting in stratum.settings:
-        labels = [words(*item) for item in setting.fields.items() if item[0] not in stratum.fields]
-        by_reason.setdefault(setting.left_out or "counted", []).append(" \u2192 ".join(labels))
-    settings = [f"{reason}: {', '.join(counted)}" for reason, counted in by_reason.items()]
     label = [words(key, value) for key, value in stratum.fields.items() if value != "rope"]
     if len(claim.b) > 1 and isinstance(stratum.against, dict):
         label.append(f"against {stratum.against['model']}")
     return (
         ", ".join(label) or "all",
         amount(effect, claim.unit),
-        ", ".join(number(value, digits) for value in shown),
+        _means(claim, stratum),
         " and ".join(str(len(sample)) for sample in stratum.samples) or NOT_RUN,
-        "; ".join(settings),
+        _settings(stratum),
     )
+
+
+def _means(claim: Claim, stratum: MeasuredStratum) -> str:
+    """The means of what was compared, over the settings that count."""
+    scale, digits, _ = _UNITS[claim.unit]
+    counted = [setting.means for setting in stratum.settings if not setting.left_out]
+    means = np.mean(counted or [setting.means for setting in stratum.settings], axis=0)
+    shown = np.exp(means) if claim.unit in LOGARITHMS else scale * means
+    return ", ".join(number(value, digits) for value in shown)
+
+
+def _settings(stratum: MeasuredStratum) -> str:
+    """Its settings, and why some were left out."""
+    by_reason: dict[str, list[str]] = {}
+    for setting in stratum.settings:
+        labels = [words(*item) for item in setting.fields.items() if item[0] not in stratum.fields]
+        by_reason.setdefault(setting.left_out or "counted", []).append(" \u2192 ".join(labels))
+    return "; ".join(f"{reason}: {', '.join(labels)}" for reason, labels in by_reason.items())
