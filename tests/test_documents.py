@@ -96,7 +96,7 @@ def demo(
     for model in ("pretrained", "list_recall/128"):
         shutil.copytree(small_model(), Path("runs/demo/models/meta", model))
     tokenizer = small_store.tokenizer
-    before_meta = small_store.manifest.meta_token_id  # the entries that a base's own tokenizer has
+    before_meta = small_store.tokenizer.meta_token_id  # the entries that a base's own tokenizer has
     sizes = {
         "hidden_size": 16,
         "intermediate_size": 16,

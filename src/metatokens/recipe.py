@@ -45,7 +45,8 @@ def landmark_rule(rule: str) -> str:
     if re.fullmatch("line|paragraph|sentence|every:[1-9][0-9]{0,5}", rule):
         return rule
     raise UserError(
-        f"{rule!r} is no rule for landmarks: give line, paragraph, sentence or every:N, such as every:10."
+        f"{rule!r} is no rule for landmarks: give line, paragraph, sentence or every:N, such as every:10; "
+        "data.placement may also be uniform, periodic or none."
     )
 
 

@@ -82,7 +82,7 @@ MISTAKES = {
     # recipes
     f"{PRETRAIN} --out new --set training.max_stepz=1": "training.max_stepz: Extra inputs are not permitted",
     f"{PRETRAIN} --out new --set data.fraction=0.51": "meta-tokens is 0.51, but must lie in [0, 0.5]",
-    f"{PRETRAIN} --out new --set data.placement=word": "data.placement is 'word': give uniform, periodic, none, line,",
+    f"{PRETRAIN} --out new --set data.placement=word": "data.placement may also be uniform, periodic or none",
     "pretrain --recipe nowhere.yaml --out new": "no recipe at nowhere.yaml; give a YAML file or one of: demo",
     "pretrain --recipe demo --out new": "the recipe must name data.tokens",
     f"{FINETUNE} --task parity --set training.eval_steps=1": "which needs held-out records: give --eval-data",
