@@ -10,6 +10,9 @@ Labels are not shifted: as in every causal model of transformers, the loss compa
 label at i + 1. So the model predicts d at the meta-token before it, and no meta-token is ever a target. The first text
 token is no target either, even after a meta-token, so that models with and without inserted meta-tokens are scored on
 the same text tokens.
+
+The placements of this file are those of the paper. `landmarks.py` has the rules that follow the text, such as a
+meta-token after each line.
 """
 
 import math

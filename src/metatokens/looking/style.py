@@ -1,7 +1,6 @@
 """The style of every figure: small multiples in which a model looks the same everywhere.
 
-Figures use matplotlib's object-oriented interface. An inch is 96 pixels of a page, drawn at twice the density. On a
-phone the panels form one column, so that letters keep their size.
+Figures use matplotlib's object-oriented interface. An inch is 96 pixels of a page, drawn at twice the density.
 """
 
 import io
@@ -21,7 +20,7 @@ from PIL import Image
 
 from metatokens.records import SEPARATOR
 
-PHONE, PAGE = 3.5, 8.6  # inches
+WIDTH = 8.6  # of a figure, in inches
 _PANEL_HEIGHT, _LEGEND_HEIGHT = 2.5, 0.5
 INK, GREY, RULE = "#22211f", "#66635e", "#e2e0db"
 SIZE = 9.0  # points
@@ -91,23 +90,21 @@ def png(figure: Figure) -> bytes:
     return packed.getvalue()
 
 
-def small_multiples(
-    panels: Mapping[str, Panel], order: Collection[str], width: float, across: int = 2
-) -> Figure:
-    """A figure of panels, by title, with `across` of them in a row, and on a phone one.
+def small_multiples(panels: Mapping[str, Panel], order: Collection[str], across: int = 2) -> Figure:
+    """A figure of panels, by title, with `across` of them in a row.
 
     One legend stands above them all, with its labels in that order.
     """
     if not panels:
         return Figure()
-    columns = min(across, len(panels)) if width > PHONE else 1
+    columns = min(across, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure = Figure(
-        (width, rows * _PANEL_HEIGHT + _LEGEND_HEIGHT), layout="constrained", facecolor="white"
+        (WIDTH, rows * _PANEL_HEIGHT + _LEGEND_HEIGHT), layout="constrained", facecolor="white"
     )
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     title_size = SIZE + (1.5 if columns < 3 else 0)
-    title_letters = int((width / columns - 0.3) * _LETTERS / title_size)
+    title_letters = int((WIDTH / columns - 0.3) * _LETTERS / title_size)
     handle_of: dict[str, Any] = {}
     for axes, (title, draw) in zip(grid, panels.items(), strict=False):
         folded = fill(_on_a_line(title), title_letters)
@@ -121,7 +118,7 @@ def small_multiples(
         axes.set_visible(False)
     _label_axes_once(list(grid[: len(panels)]), columns)
     ordered = sorted(handle_of, key=lambda label: [*order, label].index(label))
-    legend_height = _add_legend(figure, {label: handle_of[label] for label in ordered}, width)
+    legend_height = _add_legend(figure, {label: handle_of[label] for label in ordered})
     figure.set_figheight(rows * _PANEL_HEIGHT + legend_height)
     return figure
 
@@ -148,10 +145,10 @@ def _label_axes_once(grid: Sequence[Axes], columns: int) -> None:
         axes.set_ylabel(y_label, fontsize=SIZE, color=INK)
 
 
-def _add_legend(figure: Figure, handle_of: Mapping[str, Any], width: float) -> float:
+def _add_legend(figure: Figure, handle_of: Mapping[str, Any]) -> float:
     """Put a legend above the panels; returns its height in inches."""
     names = [_on_a_line(label) for label in handle_of]
-    columns = _legend_columns(names, width)
+    columns = _legend_columns(names)
     legend = figure.legend(
         list(handle_of.values()),
         names,
@@ -168,14 +165,14 @@ def _add_legend(figure: Figure, handle_of: Mapping[str, Any], width: float) -> f
     return max(_LEGEND_HEIGHT, 0.2 * math.ceil(len(names) / columns) + 0.1)
 
 
-def _legend_columns(names: Sequence[str], width: float) -> int:
-    """How many columns of a legend fit into a width, in inches; they are filled one after the other."""
+def _legend_columns(names: Sequence[str]) -> int:
+    """How many columns of a legend fit; they are filled one after the other."""
     for columns in range(6, 1, -1):
         longest_names = [
             max(map(len, column), default=0) for column in np.array_split(names, columns)
         ]
         letters_width = sum(longest_names) * SIZE / _LETTERS
-        if 0.68 * columns + letters_width <= width:
+        if 0.68 * columns + letters_width <= WIDTH:
             return columns
     return 1
 

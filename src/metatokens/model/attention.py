@@ -121,7 +121,7 @@ class Attention(nn.Module):
     is_causal = True  # read by the attention functions of transformers, as is the next one
     num_key_value_groups = 1
     is_second = False
-    # Whether, as a second attention, it computes more than the meta-tokens' rows.
+    # As a second attention: whether it needs the rows of text too, for keys and values.
     needs_all_rows = False
 
     def __init__(self, config: MetaGPT2Config, layer_idx: int):

@@ -29,10 +29,8 @@ if TYPE_CHECKING:
     from transformers.cache_utils import CacheLayerMixin as AnyCacheLayer
 else:
     # The root classes of transformers' caches; Python requires the same here.
-    AnyCache, AnyCacheLayer = (
-        object,
-        ABC,
-    )
+    AnyCache = object
+    AnyCacheLayer = ABC
 
 
 class Entries(NamedTuple):
@@ -213,12 +211,7 @@ def meta_key_counts(
         config: the model's.
     """
     if isinstance(rows, DenseRows):
-        is_key = rows.valid
-        if cache is not None:
-            is_key = _with_stored(is_key, cache, cache.layers[config.num_hidden_layers])
-        if not isinstance(mask, Tensor):
-            return rows.valid.cumsum(dim=1) + (is_key.sum(dim=1) - rows.valid.sum(dim=1))[:, None]
-        return (shown(mask)[:, 0] & is_key[:, None, :]).sum(dim=-1)
+        return _counts_of_dense_rows(rows, cache, mask, config)
     if rows.sequences is not None:
         return counts_within(rows.sequences)
     layer = cache.layers[0] if cache is not None and cache.layers else None
@@ -227,6 +220,18 @@ def meta_key_counts(
     if mask is None:
         return rows.valid.cumsum(dim=1) + (slots >= 0).sum(dim=1, keepdim=True)
     return shown(rows.mask(mask, torch.cat([slots, rows.slots], dim=1)))[:, 0].sum(dim=-1)
+
+
+def _counts_of_dense_rows(
+    rows: DenseRows, cache: Cache | None, mask: Tensor | None, config: MetaGPT2Config
+) -> Tensor:
+    is_key = rows.valid
+    if cache is not None:
+        is_key = _with_stored(is_key, cache, cache.layers[config.num_hidden_layers])
+    if isinstance(mask, Tensor):
+        return (shown(mask)[:, 0] & is_key[:, None, :]).sum(dim=-1)
+    cached = is_key.sum(dim=1, keepdim=True) - rows.valid.sum(dim=1, keepdim=True)
+    return cached + rows.valid.cumsum(dim=1)
 
 
 def _with_stored(valid: Tensor, cache: Cache, layer: Any) -> Tensor:
@@ -289,9 +294,8 @@ def add_second_stores(
     """
     blocks, second = config.num_hidden_layers, config.second_attention
     head_size = config.head_size if second == "meta" else None
-    if isinstance(cache, StaticCache) and add_second_layers(
-        cache, blocks * (1 + (second != "none")), head_size
-    ):
+    layers_needed = blocks if second == "none" else 2 * blocks
+    if isinstance(cache, StaticCache) and add_second_layers(cache, layers_needed, head_size):
         return
     layers = getattr(cache, "layers", [None])
     if (

@@ -1,4 +1,7 @@
-"""The choices of a model's settings, which configurations and recipes share."""
+"""The choices of a model's settings, which configurations and recipes share.
+
+A further second attention is a subclass of `MetaAttention`: examples/second_attention.py shows how.
+"""
 
 from typing import Literal
 

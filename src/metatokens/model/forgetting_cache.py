@@ -111,7 +111,9 @@ class ForgettingCache(AnyCache):
                 "this cache lost entries, or has some that a text_window cannot place: those of learned prompts, or of "
                 "a pass in training mode."
             )
-        if self.held - max(self.held_after_drop, window) >= max(16, window // 4):
+        needed = max(self.held_after_drop, window)
+        piled_up = self.held - needed
+        if piled_up >= max(16, window // 4):
             first_position = new.positions.amin(dim=1, keepdim=True)
             self._drop(positions_of(self.notes.values[:, 0, :, 0] >= first_position))
 

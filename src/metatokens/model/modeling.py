@@ -227,7 +227,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
         cache = self._prepare_cache(cache, use_cache=use_cache if sequences is None else False)
 
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        sight = Visibility.of(
+        visibility = Visibility.of(
             self.config,
             self._meta_tokens(input_ids, x, meta_token_mask),
             attention_mask=attention_mask,
@@ -240,8 +240,8 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             minimum_rows=minimum_rows(self),
             needs_weights=kwargs.get("output_attentions", self.config.output_attentions),
         )
-        x, rotary = self._with_positions(x, sight.positions)
-        by_block, meta = sight.of_blocks(self.config, x, rotary)
+        x, rotary = self._with_positions(x, visibility.positions)
+        by_block, meta = visibility.of_blocks(self.config, x, rotary)
         for layer, causal in zip(self.layers, by_block, strict=True):
             x = layer(x, causal=causal, meta=meta, **{CACHE: cache})
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE: cache})

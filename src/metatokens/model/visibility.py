@@ -167,6 +167,41 @@ class NewTokens:
         return self.padding_mask[:, self.columns] != 0
 
 
+def _rows_of(
+    form: MetaAttentionForm | None,
+    is_meta: Tensor,
+    meta_places: Tensor | None,
+    cached: int | Tensor,
+    sequences: Tensor | None,
+    minimum_rows: int,
+) -> GatheredRows | DenseRows | None:
+    """The rows of meta-attention; None if the model has none, or there is no meta-token to gather."""
+    if form is None:
+        return None
+    if form == "dense":
+        return DenseRows(is_meta)
+    indices = positions_of(is_meta) if meta_places is None else meta_places
+    return GatheredRows.at(indices, cached, sequences, minimum=minimum_rows)
+
+
+def _refuse_with_window(
+    cache: Cache | None, sequences: Tensor | None, has_other_mask: bool, needs_weights: bool
+) -> None:
+    """Refuse what does not go together with a text_window, before the cache takes note of the tokens."""
+    if has_other_mask:
+        raise UserError(
+            "a mask of four dimensions would replace the text_window; give one of two dimensions."
+        )
+    if sequences is not None:
+        raise UserError(
+            "sequences packed into one row do not go together with a text_window; give each its own row."
+        )
+    if needs_weights and cache is not None:
+        raise UserError(
+            "with a text_window a cache drops text, and attention weights with it; use no cache."
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Visibility:
     """What the tokens of one forward pass see.
@@ -243,42 +278,25 @@ class Visibility:
         forgets = config.text_window is not None
         counts_places = rotates_by_place and position_ids is None and not forgets
         rotary_positions = tokens.cache_position[None] if counts_places else positions
-        rows: GatheredRows | DenseRows | None = None
-        if form == "dense":
-            rows = DenseRows(is_meta)
-        elif form == "gathered":
-            index = positions_of(is_meta) if meta_places is None else meta_places
-            rows = GatheredRows.at(index, tokens.cached, sequences, minimum=minimum_rows)
         rule = None
         if forgets:
-            if attention_mask is not None and tokens.padding_mask is None:
-                raise UserError(
-                    "a mask of four dimensions would replace the text_window; give one of two dimensions."
-                )
-            if sequences is not None:
-                raise UserError(
-                    "sequences packed into one row do not go together with a text_window; give each its own row."
-                )
+            has_other_mask = attention_mask is not None and tokens.padding_mask is None
+            _refuse_with_window(cache, sequences, has_other_mask, needs_weights)
             rule = ForgettingRule.of(
                 config, positions, is_meta, is_real, cache, are_chosen=position_ids is not None
             )
-            if needs_weights and cache is not None:
-                raise UserError(
-                    "with a text_window a cache drops text, and attention weights with it; use no cache."
-                )
         else:
             refuse_forgetting_cache(cache)
-        mask = attention_mask if tokens.padding_mask is None else tokens.padding_mask
         return cls(
-            tokens,
-            positions,
-            rotary_positions,
-            sequences,
-            mask,
-            cache,
-            engine,
-            rows,
-            rule,
+            tokens=tokens,
+            positions=positions,
+            rotary_positions=rotary_positions,
+            sequences=sequences,
+            attention_mask=attention_mask if tokens.padding_mask is None else tokens.padding_mask,
+            cache=cache,
+            engine=engine,
+            rows=_rows_of(form, is_meta, meta_places, tokens.cached, sequences, minimum_rows),
+            rule=rule,
             needs_weights=needs_weights,
         )
 

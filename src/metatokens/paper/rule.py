@@ -6,8 +6,8 @@
 2. Its 95 % interval takes each seed as one observation: a side's scores are averaged over tasks first, then compared by
    Welch's t. The draw of the test prompts is added. A side with fewer than three runs has no interval.
 3. The claim is **supported** if the interval lies above 0. It is **within 5 points** if the interval lies within 5
-   points of 0 (this comes first), and shows **no lead of 5 points** if the interval lies below that. Otherwise it is
-   **inconclusive**.
+   points of 0, whatever else fits, and shows **no lead of 5 points** if the interval lies below that. Otherwise it is
+   **inconclusive**. `claims.py` chooses the settings, and leaves some out.
 
 The rule was written before the experiment ran. That seeds are the observations, and the words, are from afterwards.
 """

@@ -33,7 +33,7 @@ from metatokens.model.releases import with_cache_renamed
 from metatokens.model.vocabulary import MetaVocabulary
 from metatokens.model.wrappers import takes_wrapped
 from metatokens.retrofit.hooks import (
-    add_at_site,
+    add_at_injection_point,
     begin_pass,
     bind_inputs,
     mask_logits,
@@ -293,14 +293,14 @@ def install(model: Any) -> None:
         MetaTokenEmbedding(table.weight.shape[1]).to(dtype),
         config.meta_token_id,
     )
-    for further, (index, site) in enumerate(
+    for further, (index, injection_point) in enumerate(
         zip(settings.layers, settings.injection_points, strict=True)
     ):
         block = blocks[index]
         change_class(block, MetaBlock)
         block.meta_attention = MetaModule(settings, index, len(blocks) + further).to(dtype)
-        block.meta_site_has_residual = settings.point_has_residual
-        block.get_submodule(site).register_forward_hook(add_at_site)
+        block.meta_point_has_residual = settings.point_has_residual
+        block.get_submodule(injection_point).register_forward_hook(add_at_injection_point)
 
 
 def connect_head(model: Any) -> None:

@@ -27,8 +27,8 @@ from metatokens.retrofit.context import ForwardContext, current
 from metatokens.retrofit.layers import added_parameters, check_table
 
 
-def add_at_site(site: nn.Module, args: Any, output: Any) -> Any:
-    """Forward hook of a site: add meta-attention to the output, which joins the residual stream."""
+def add_at_injection_point(point: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook of an injection point: add meta-attention to the output, which joins the residual stream."""
     running_block = current().block
     if running_block is None:
         return output
@@ -37,7 +37,7 @@ def add_at_site(site: nn.Module, args: Any, output: Any) -> Any:
     if context.rotary[0].device != y.device:  # where layers are spread over several devices
         context = send_to_device(context, y.device)
     state = context.rows.gather(y)
-    if not block.meta_site_has_residual:
+    if not block.meta_point_has_residual:
         state = state + context.rows.gather(x.to(y.device))
     y = context.rows.scatter_add(y, block.meta_attention(state, context, cache))
     return (y, *output[1:]) if isinstance(output, tuple) else y
@@ -70,51 +70,54 @@ def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if not (torch.compiler.is_compiling() or decoder.meta_has_trained):
         _look_at_first_step(decoder, is_meta, input_ids)
     cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
+    if cache is not None and decoder.meta_settings.layers:
+        # A cache of a fixed size gets further layers.
+        add_second_layers(cache, decoder.meta_cache_layers, decoder.meta_settings.head_size)
     form = _form(decoder, kwargs, cache)
-    see = _see if form == "dense" else _see_outside_graph
-    sight = see(decoder, is_meta, kwargs, cache, form)
-    masks = _masks_of_blocks(decoder, sight)
+    if form == "dense":
+        visibility = _visibility(decoder, is_meta, kwargs, cache, form)
+    else:
+        visibility = _visibility_outside_graph(decoder, is_meta, kwargs, cache, form)
+    masks = _masks_of_blocks(decoder, visibility)
     running: Any = current().running
     if decoder.config._attn_implementation in ("sdpa", "eager", "flex_attention"):
-        running.sequences = sight.sequences  # shown by the mask of the first block
-    running.context = _context(decoder, sight)
+        running.sequences = visibility.sequences  # shown by the mask of the first block
+    running.context = _context(decoder, visibility)
     running.masks = None if len(masks) < 2 else masks
-    return args, kwargs | _inputs_of_base(sight, masks, kwargs)
+    return args, kwargs | _inputs_of_base(visibility, masks, kwargs)
 
 
 def _form(decoder: Any, kwargs: dict[str, Any], cache: Cache | None) -> MetaAttentionForm:
-    """The form of meta-attention in this pass; a cache of a fixed size gets further layers for it."""
-    if cache is not None and decoder.meta_settings.layers:
-        add_second_layers(cache, decoder.meta_cache_layers, decoder.meta_settings.head_size)
+    """The form of meta-attention in this pass."""
     makes_cache = _makes_cache(decoder, kwargs)
     return meta_attention_form(cache, engine_of(kwargs), makes_cache=makes_cache, has_places=False)
 
 
-def _masks_of_blocks(decoder: Any, sight: Visibility) -> tuple[Any, ...]:
+def _masks_of_blocks(decoder: Any, visibility: Visibility) -> tuple[Any, ...]:
     """The mask of blocks that forget text, then that of blocks that see all of it, if there are any; none without."""
-    if sight.rule is None:
+    if visibility.rule is None:
         return ()
-    rules = (sight.rule, sight.rule.full)
+    rules = (visibility.rule, visibility.rule.full)
     return tuple(rule.mask(decoder.config, decoder.dtype) for rule in rules if rule is not None)
 
 
 def _inputs_of_base(
-    sight: Visibility, masks: tuple[Any, ...], kwargs: dict[str, Any]
+    visibility: Visibility, masks: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """What the base is given in place of its inputs."""
     inputs: dict[str, Any] = {}
-    if sight.sequences is not None:
+    if visibility.sequences is not None:
         # The base would make a cache, and transformers does not keep packed sequences apart where there is one.
         inputs["use_cache"] = False
     if masks:
-        inputs |= {"attention_mask": masks[0], CACHE: sight.cache}
+        inputs |= {"attention_mask": masks[0], CACHE: visibility.cache}
         # Multimodal models have several axes of positions, which stay.
         if kwargs.get("position_ids") is None:
-            inputs["position_ids"] = sight.positions
+            inputs["position_ids"] = visibility.positions
     return inputs
 
 
-def _see(
+def _visibility(
     decoder: Any,
     is_meta: Tensor,
     kwargs: dict[str, Any],
@@ -153,28 +156,28 @@ def _see(
 
 
 @torch.compiler.disable(reason=BREAKS_GRAPH)  # the number of meta-tokens is data-dependent
-def _see_outside_graph(*inputs: Any) -> Visibility:
+def _visibility_outside_graph(*inputs: Any) -> Visibility:
     """The same for the gathered form."""
     check_graph()
-    return _see(*inputs)
+    return _visibility(*inputs)
 
 
-def _context(decoder: Any, sight: Visibility) -> ForwardContext | None:
+def _context(decoder: Any, visibility: Visibility) -> ForwardContext | None:
     """What meta-attention needs in this pass; None if there are no meta-tokens, or no meta-attention."""
-    settings, rows = decoder.meta_settings, sight.rows
+    settings, rows = decoder.meta_settings, visibility.rows
     if rows is None or not settings.layers:
         return None
-    cos, sin = rotary_tables(sight.rotary_positions, settings.head_size, settings.rope_theta)
+    cos, sin = rotary_tables(visibility.rotary_positions, settings.head_size, settings.rope_theta)
     rotary = rows.gather(cos), rows.gather(sin)
-    if not sight.engine:
-        mask = sight.meta_mask_of_retrofit(decoder.config)
+    if not visibility.engine:
+        mask = visibility.meta_mask_of_retrofit(decoder.config)
         return ForwardContext(rows, rotary, mask, attend=None, engine={})
-    mask, attend = sight.attention_mask, None
+    mask, attend = visibility.attention_mask, None
     if isinstance(mask, dict):
         mask = mask["full_attention"]
     if mask is None:  # flash attention's kernels hide by lengths
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(decoder.config._attn_implementation, None)
-    return ForwardContext(rows, rotary, mask, attend, sight.engine)
+    return ForwardContext(rows, rotary, mask, attend, visibility.engine)
 
 
 def _check_depth(decoder: Any) -> None:

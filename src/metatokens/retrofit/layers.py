@@ -135,7 +135,7 @@ class MetaBlock(nn.Module):
     """
 
     meta_attention: MetaModule
-    meta_site_has_residual: bool
+    meta_point_has_residual: bool
     sees_all_text = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -168,7 +168,7 @@ class MetaBlock(nn.Module):
         meta_context: ForwardContext | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the block, with meta-attention in it if there are meta-tokens, and otherwise unchanged."""
+        """Run the block; if there are meta-tokens, `add_at_injection_point` adds meta-attention in it."""
         block = None
         if meta_context is not None:
             cache = next(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import sys
 import time
@@ -237,10 +238,10 @@ def train(
         UserError: if the settings do not fit the model, PEFT is missing, the last checkpoint has more than tensors in
             it, or a gradient is not finite.
     """
+    _check_teacher(model, settings)
     if settings.text_window is not None:
         apply_text_window(model, settings.text_window, full_layers=settings.text_full_layers)
     trained = _made_trainable(model, settings)
-    _check_teacher(model, settings)
     checkpoints = out / "checkpoints"
     checkpoint = last_good_checkpoint(checkpoints)
     trainer = MetaTokenTrainer(
@@ -269,6 +270,7 @@ def train(
 
 
 def _train_from(checkpoint: Path | None, trainer: MetaTokenTrainer) -> None:
+    """Train, from a checkpoint if there is one. The Trainer unpickles tensors and numbers alone, so no code runs."""
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except UnpicklingError as error:
@@ -351,7 +353,10 @@ def _write_curve(log_history: Iterable[Mapping[str, float]], path: Path) -> None
 
 def last_good_checkpoint(folder: Path) -> Path | None:
     """The newest complete and unaltered checkpoint in `folder`. Newer ones, which are damaged, are removed."""
-    for path in sorted(folder.glob("checkpoint-[0-9]*"), key=_step_of, reverse=True):
+    checkpoints = [
+        path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)
+    ]
+    for path in sorted(checkpoints, key=_step_of, reverse=True):
         try:
             verify_manifest(path)
         except UserError as error:

@@ -10,7 +10,7 @@ from metatokens.tasks.content import OPENING
 
 
 def sentences(tables: Tables) -> list[str]:
-    """What was done and who answers the first task that was asked so; `meta` first. None if no task was."""
+    """What was done, and who answers the first task that was asked with the text covered; empty if no task was."""
     hidden = tables.main_figures(intervention=ALONE)
     if hidden.empty:
         return []

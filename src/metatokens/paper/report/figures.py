@@ -19,10 +19,10 @@ from metatokens.looking.style import (
     FURTHER,
     GREY,
     INK,
-    PAGE,
     RULE,
     SIZE,
     STYLES,
+    WIDTH,
     Style,
     band,
     line,
@@ -110,7 +110,7 @@ def curves(
         words(panel, value): partial(draw, figures[figures[panel] == value])
         for value in sorted(set(figures[panel]), key=order)
     }
-    return small_multiples(panels, [*styles], PAGE, across)
+    return small_multiples(panels, [*styles], across)
 
 
 def by_length(tables: Tables) -> Figure:
@@ -205,7 +205,7 @@ def covered(tables: Tables) -> Figure:
         axes.set(ylim=(2 * len(models) - 0.6, -1.0), yticks=[], xlabel=PERCENT.what)
 
     tasks = sorted(set(hidden["task"]), key=order)
-    return small_multiples({words("task", task): partial(draw, task) for task in tasks}, (), PAGE)
+    return small_multiples({words("task", task): partial(draw, task) for task in tasks}, ())
 
 
 def _write(axes: Axes, x: float, y: float, text: str, weight: str = "normal") -> None:
@@ -225,7 +225,7 @@ def claims(results: Sequence[ClaimResult]) -> Figure:
     folded = [wrap(text, width=62, break_on_hyphens=False) for text, _ in rows]
     bottoms = np.cumsum([len(lines) + 0.4 for lines in folded])
     height = ROW * bottoms[-1]
-    figure = Figure((PAGE, height + 1.0), facecolor="white")
+    figure = Figure((WIDTH, height + 1.0), facecolor="white")
     axes = figure.add_axes((0.51, 0.55 / (height + 1), 0.47, height / (height + 1)))
     axes.set(xlim=(-LIMIT, LIMIT), ylim=(bottoms[-1], 0), yticks=[])
     axes.axvspan(-100 * _SHORT, 100 * _SHORT, color=RULE, alpha=0.7, linewidth=0)
@@ -291,4 +291,4 @@ def heat_map(tables: Tables) -> Figure:
         axes.set(xlabel="position in the prompt", ylabel="blocks passed", yticks=range(len(values)))
 
     title = "Cosine with the final meta-token's state, centred"
-    return small_multiples({title: draw} if len(cosines) else {}, (), PAGE, across=1)
+    return small_multiples({title: draw} if len(cosines) else {}, (), across=1)
