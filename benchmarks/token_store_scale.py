@@ -86,7 +86,7 @@ def measure(corpus: str, tokenizer: str, out: Path, workers: int) -> None:
         time.sleep(0.5)
     assert running.returncode == 0
     took, cpu = time.monotonic() - began, cpu_of_children() - cpu
-    counts = TokenStore.open(out).manifest.splits.values()
+    counts = TokenStore(out).manifest.splits.values()
     text, tokens = sum(entry.characters for entry in counts), sum(entry.tokens for entry in counts)
     shards = sum(len(entry.shards) for entry in counts)
     stored = sum(path.stat().st_size for path in out.rglob("*.bin"))

@@ -60,7 +60,7 @@ def test_tokenizing_is_compared_with_the_library(
     small_store: TokenStore, small_corpus: Path, tmp_path: Path
 ) -> None:
     rate = tokenizing(str(small_corpus), small_store.tokenizer, tmp_path, rounds=2)
-    stores = [TokenStore.open(tmp_path / f"store{number}") for number in range(3)]
+    stores = [TokenStore(tmp_path / f"store{number}") for number in range(3)]
     assert {store.manifest.splits["train"].sha256 for store in stores} == {
         small_store.manifest.splits["train"].sha256
     }

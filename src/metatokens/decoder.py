@@ -1,7 +1,7 @@
 """Functions for any decoder: find its blocks and its kind of positions, compute chosen logits, continue prompts."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -145,15 +145,6 @@ def _cache_bytes(model: Any, *, has_full: bool) -> tuple[int, int, int]:
         keys_and_values = (getattr(layer, "second", None) or ())[:2]
         of_metas += sum(tensor.nbytes for tensor in keys_and_values)
     return sum(per_layer), of_full, of_metas
-
-
-def cache_share_line(measured: Mapping[str, Any]) -> str:
-    """A line that shows what `measure_cache_share` returned."""
-    share, size = measured["kv_kept"], measured["kv_bytes"]
-    return (
-        f"text_window {measured['text_window']}: a cache keeps {100 * share:.1f} % of the keys and values, {size:,} "
-        "bytes for each text (the bytes include meta-attention's)"
-    )
 
 
 def left_padded(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from metatokens.errors import UserError, broken_rule
+from metatokens.errors import UserError, broken_rule, one_line
 from metatokens.machine import process_count
 from metatokens.model.choices import AttentionScale, PositionEmbedding, SecondAttention
 
@@ -384,9 +384,7 @@ def _read_yaml(source: str) -> dict[str, Any]:
         with path.open("rb") as file:
             settings = parse_yaml(file.read(MAX_BYTES + 1))
     except (yaml.YAMLError, OSError) as error:
-        raise UserError(
-            f"recipe {source} cannot be read as YAML: {' '.join(str(error).split())}."
-        ) from error
+        raise UserError(f"recipe {source} cannot be read as YAML: {one_line(error)}.") from error
     if not isinstance(settings, dict):
         raise UserError(f"recipe {source} must be a mapping of sections.")
     return settings

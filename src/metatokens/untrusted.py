@@ -27,17 +27,21 @@ MAX_LAYERS = (
 
 _CLASSES: dict[str, type[PreTrainedConfig]] = {"meta_gpt2": MetaGPT2Config, "gpt2": GPT2Config}
 _FURTHER_FIELDS = {
-    *("dtype", "torch_dtype", "meta_token_id", "unpadded_vocab_size", "attention_layers"),
+    "dtype",
+    "torch_dtype",
+    "meta_token_id",
+    "unpadded_vocab_size",
+    "attention_layers",
     # Rotary positions as releases of transformers before 5 wrote them.
-    *(
-        "rope_theta",
-        "rope_scaling",
-        "partial_rotary_factor",
-        "rotary_pct",
-        "rotary_emb_base",
-        "rope_local_base_freq",
-    ),
-    *("global_rope_theta", "local_rope_theta", "sliding_window_pattern"),
+    "rope_theta",
+    "rope_scaling",
+    "partial_rotary_factor",
+    "rotary_pct",
+    "rotary_emb_base",
+    "rope_local_base_freq",
+    "global_rope_theta",
+    "local_rope_theta",
+    "sliding_window_pattern",
 }
 _RETROFITTED = {"base_model_type", "architectures", "meta_attention"}
 

@@ -67,10 +67,11 @@ def test_nothing_to_average_and_a_single_example():
 
 def test_samples_are_filed_by_their_fields():
     samples = Samples()
-    samples.add(0, torch.tensor([[1.0, 2.0]]), metric="similarity_centred", layer=0)
-    samples.add(1, torch.tensor(6.0), metric="similarity_centred", layer=0)
-    samples.add(0, torch.tensor(5.0), metric="similarity_centred", layer=1)
-    samples.add(0, torch.tensor(3.0), metric="similarity_centred", layer=0)
+    samples.add(torch.tensor([[1.0, 2.0]]), metric="similarity_centred", layer=0)
+    samples.add(torch.tensor(5.0), metric="similarity_centred", layer=1)
+    samples.add(torch.tensor(3.0), metric="similarity_centred", layer=0)
+    samples.next_example()
+    samples.add(torch.tensor(6.0), metric="similarity_centred", layer=0)
 
     first, second = samples.measurements(
         analysis="residual", model="meta", position_embedding="rope", seed=0

@@ -13,7 +13,7 @@ from metatokens.data.store import TokenStore
 from tests.cli.command_lines import PRETRAIN, Succeed
 
 NUMBER = r"[0-9.,e+-]+"
-FIGURES = rf"loss {NUMBER}, (held-out loss {NUMBER} \(step 3\), )?learning rate {NUMBER}, {NUMBER} tokens/s"
+FIGURES = rf"loss {NUMBER}, (held-out loss {NUMBER}, )?learning rate {NUMBER}, {NUMBER} tokens/s"
 
 
 def test_figures_are_printed_where_no_terminal_is(
@@ -45,7 +45,7 @@ def test_lines_of_figures_are_half_a_minute_apart(
             progress(
                 step,
                 1000,
-                {} if step < 5 else {"loss": (2.5, step), "eval_exact_match": (0.5, step)},
+                {} if step < 5 else {"loss": 2.5, "eval_exact_match": 0.5},
             )
 
     lines = capsys.readouterr().err.splitlines()
@@ -61,7 +61,7 @@ def test_of_processes_that_train_together_the_first_one_speaks(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     with progress_bar("finetune") as progress:
-        progress(4, 4, {"loss": (1.0, 4)})
+        progress(4, 4, {"loss": 1.0})
     assert capsys.readouterr().err == ""
 
 
@@ -72,8 +72,8 @@ def test_the_bar_on_a_terminal_shows_the_figures(
     monkeypatch.setenv("COLUMNS", "80")
 
     with progress_bar("pretrain") as progress:
-        progress(5, 10, {"loss": (2.5, 5), "learning_rate": (6e-4, 5), "eval_loss": (2.75, 4)})
+        progress(5, 10, {"loss": 2.5, "learning_rate": 6e-4, "eval_loss": 2.75})
 
     shown = capsys.readouterr().err
-    assert "loss 2.5, held-out loss 2.75 (step 4), learning rate 0.0006" in shown
+    assert "loss 2.5, held-out loss 2.75, learning rate 0.0006" in shown
     assert "5/10" in shown

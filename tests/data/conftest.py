@@ -45,4 +45,4 @@ def stored_in_shards(tmp_path_factory):
 def sharded_store(stored_in_shards, tmp_path):
     """A copy of it to be damaged."""
     shutil.copytree(stored_in_shards.path, tmp_path / "copy")
-    return TokenStore.open(tmp_path / "copy")
+    return TokenStore(tmp_path / "copy")

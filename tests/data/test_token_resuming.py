@@ -115,7 +115,7 @@ def test_a_store_cut_off_at_any_file_ends_like_one_that_was_not(
         if write_until_cut_off(out, three_parts, rename):
             break
         with pytest.raises(UserError, match="holds no complete token store"):
-            TokenStore.open(out)
+            TokenStore(out)
         documents_finished = 0
         for shards in finished_parts(out):
             documents_finished += sum(split["documents"] for split in shards.values())
@@ -164,7 +164,7 @@ def test_a_replacement_cut_off_half_way_does_not_pass_for_a_store(
         with pytest.raises(CutOff):
             write_token_store(out, **three_parts, overwrite=True)
     with pytest.raises(UserError, match="holds no complete token store"):
-        TokenStore.open(out)
+        TokenStore(out)
 
     monkeypatch.setattr(writing, "encode_documents", None)  # nothing is encoded again
     write_token_store(out, **three_parts, overwrite=True)
@@ -211,7 +211,7 @@ def test_a_bad_line_is_named_and_costs_nothing_that_was_finished(
     last_file.write_text(good)
     assert (
         write_token_store(out, **arguments).manifest.splits
-        == TokenStore.open(undisturbed).manifest.splits
+        == TokenStore(undisturbed).manifest.splits
     )
 
 

@@ -68,7 +68,7 @@ def test_slices_are_those_of_a_list(store, stored_in_shards, window):
 
 
 def read_everything(folder):
-    store = TokenStore.open(folder)
+    store = TokenStore(folder)
     assert store.tokenizer is not None
     for split in ("train", "held_out"):
         store.tokens(split)[:]

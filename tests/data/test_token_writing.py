@@ -73,7 +73,7 @@ def test_other_settings_are_refused_unless_overwriting(change, fifty, tmp_path):
     ):
         write_token_store(out, **settings)
 
-    assert TokenStore.open(out).manifest == before
+    assert TokenStore(out).manifest == before
     assert write_token_store(out, **settings, overwrite=True).manifest != before
 
 
@@ -85,7 +85,7 @@ def test_a_failure_while_overwriting_keeps_the_old_store(fifty, tmp_path):
     with pytest.raises(UserError, match=r"bad\.jsonl, line 2"):
         write_token_store(tmp_path / "tokens", str(bad), words, overwrite=True)
 
-    assert TokenStore.open(tmp_path / "tokens").manifest == before.manifest
+    assert TokenStore(tmp_path / "tokens").manifest == before.manifest
 
 
 def test_ids_beyond_16_bits(tmp_path):

@@ -76,7 +76,7 @@ def test_a_token_store_that_names_other_files(name, small_store, tmp_path, refus
 
     monkeypatch.setattr(Path, "open", note)
     with refuses():
-        _ = TokenStore.open(folder).tokenizer
+        _ = TokenStore(folder).tokenizer
 
     for path in opened:
         assert os.path.abspath(path).startswith(str(folder))

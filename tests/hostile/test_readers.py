@@ -78,7 +78,7 @@ def read_recipe(folder, good):
 
 
 def read_store(folder, good):
-    store = TokenStore.open(folder)
+    store = TokenStore(folder)
     assert store.tokenizer.get_vocab()
     for split in ("train", "held_out"):
         assert len(store.tokens(split)[:])

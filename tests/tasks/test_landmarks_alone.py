@@ -118,7 +118,6 @@ def test_scores_are_those_of_greedy_decoding_of_the_dense_formula(second_attenti
         model,
         examples + said_by_the_model,
         alone=LandmarksAlone(model, tokenizer),
-        batch=3,
     )
     in_sight, _ = score(model, examples + said_by_the_model)
 

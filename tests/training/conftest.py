@@ -71,12 +71,10 @@ class Steps(list[int]):
         super().__init__()
         self.stop_at = stop_at
         self.figures: list[dict[str, float]] = []
-        self.measured_at: list[dict[str, int]] = []
 
-    def __call__(self, done: int, total: int, figures: Mapping[str, tuple[float, int]]) -> None:
+    def __call__(self, done: int, total: int, figures: Mapping[str, float]) -> None:
         self.append(done)
-        self.figures.append({name: value for name, (value, _) in figures.items()})
-        self.measured_at.append({name: step for name, (_, step) in figures.items()})
+        self.figures.append(dict(figures))
         if done == self.stop_at:
             raise KeyboardInterrupt
 

@@ -135,20 +135,18 @@ def test_a_held_out_split_shorter_than_a_block_is_not_measured_unless_it_is_aske
     assert figures_of(tmp_path / "long", "eval_loss") == []
 
 
-def test_progress_has_the_latest_figures_with_their_steps(
+def test_progress_has_the_latest_figures(
     pretraining: Pretraining, steps: type, tmp_path: Path
 ) -> None:
     seen = steps()
     settings = ("training.logging_steps=4", "training.eval_steps=3", "training.save_steps=100")
     pretrain(pretraining(*settings), tmp_path / "run", progress=seen)
-    logged = [1, 1, 1, 4, 4, 4, 4, 8]  # at each step, the last one that was logged
-    loss_steps = [steps_of["loss"] for steps_of in seen.measured_at]
-    eval_steps = [steps_of.get("eval_loss") for steps_of in seen.measured_at]
-    losses = {point["step"]: point["loss"] for point in curve(tmp_path / "run") if "loss" in point}
-    shown = [figures["loss"] for figures in seen.figures]
-    assert loss_steps == logged
-    assert eval_steps == [None, None, 3, 3, 3, 6, 6, 6]
-    assert shown == [losses[step] for step in logged]
+    first, second, last = figures_of(tmp_path / "run", "loss")  # at steps 1, 4 and 8
+    before, after = figures_of(tmp_path / "run", "eval_loss")  # at steps 3 and 6
+    shown_losses = [figures["loss"] for figures in seen.figures]
+    shown_held_out = [figures.get("eval_loss") for figures in seen.figures]
+    assert shown_losses == [first] * 3 + [second] * 4 + [last]
+    assert shown_held_out == [None] * 2 + [before] * 3 + [after] * 3
     # 4 blocks; a look at the clock takes 2 seconds.
     assert seen.figures[0]["tokens_per_second"] == 4 * 32 / 2
 

@@ -47,11 +47,12 @@ def residual(
     """
     samples = Samples()
     for number, example in enumerate(examples):
+        samples.next_example()
         prompt = PromptIds.of(example, model.config.meta_token_id)
         seen = observe(model, prompt.ids)
         units = _unit_states(prompt, seen)
-        _similarities(samples, number, prompt, units)
-        _attention_of_final(samples, number, prompt, seen)
+        _similarities(samples, prompt, units)
+        _attention_of_final(samples, prompt, seen)
         if number == 0:
             _similarities_to_final(samples, prompt, units)
     fields = shared.present_fields(position_embedding=model.config.position_embedding)
@@ -92,20 +93,17 @@ def _unit_states(prompt: PromptIds, seen: Observation) -> list[Tensor]:
     return units
 
 
-def _similarities(
-    samples: Samples, number: int, prompt: PromptIds, units: Sequence[Tensor]
-) -> None:
+def _similarities(samples: Samples, prompt: PromptIds, units: Sequence[Tensor]) -> None:
     for meta in prompt.metas[:-1]:
         control = prompt.text_before(meta)
         if control is None:
             continue
         for subject, position in (("meta", meta), ("text", control)):
-            _similarities_before(samples, number, prompt, units, position, subject)
+            _similarities_before(samples, prompt, units, position, subject)
 
 
 def _similarities_before(
     samples: Samples,
-    number: int,
     prompt: PromptIds,
     units: Sequence[Tensor],
     position: int,
@@ -120,7 +118,6 @@ def _similarities_before(
             in_bin = cosines[bins == index]
             distance = DISTANCES[index]
             samples.add(
-                number,
                 in_bin,
                 metric="similarity_centred",
                 layer=layer,
@@ -130,9 +127,7 @@ def _similarities_before(
             )
 
 
-def _attention_of_final(
-    samples: Samples, number: int, prompt: PromptIds, seen: Observation
-) -> None:
+def _attention_of_final(samples: Samples, prompt: PromptIds, seen: Observation) -> None:
     class_of_position = np.array(key_classes(prompt))
     # That were described: the keys of a module are the same in every layer.
     modules: set[str] = set()
@@ -145,12 +140,9 @@ def _attention_of_final(
             is_of_class = torch.from_numpy(class_of_key == keys)
             if module not in modules:
                 share = is_of_class.double().mean()
-                samples.add(
-                    number, share, metric="attention_weight_if_uniform", module=module, keys=keys
-                )
+                samples.add(share, metric="attention_weight_if_uniform", module=module, keys=keys)
             for head, weight in enumerate(weights[:, is_of_class].sum(dim=1)):
                 samples.add(
-                    number,
                     weight,
                     metric="attention_weight",
                     module=module,
@@ -167,7 +159,7 @@ def _similarities_to_final(samples: Samples, prompt: PromptIds, units: Sequence[
         for position, cosine in enumerate(unit[: final + 1] @ unit[final]):
             subject = "meta" if prompt.is_meta[position] else "text"
             fields = {"layer": layer, "position": position, "subject": subject}
-            samples.add(0, cosine, metric="similarity_to_final_centred", **fields)
+            samples.add(cosine, metric="similarity_to_final_centred", **fields)
 
 
 def _final_weights(prompt: PromptIds, inputs: AttentionInputs) -> Tensor:

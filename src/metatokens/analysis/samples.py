@@ -19,10 +19,15 @@ class Samples:
         self._values: dict[tuple[tuple[str, Any], ...], dict[int, list[np.ndarray]]] = defaultdict(
             dict
         )
+        self._example = 0
 
-    def add(self, example: int, values: Tensor, **fields: Any) -> None:
-        """Add values of any shape, numbers or booleans, of the example with this number."""
-        parts = self._values[tuple(fields.items())].setdefault(example, [])
+    def next_example(self) -> None:
+        """Begin the next example, to which all values belong that are added from now on."""
+        self._example += 1
+
+    def add(self, values: Tensor, **fields: Any) -> None:
+        """Add values of any shape, numbers or booleans, of the present example."""
+        parts = self._values[tuple(fields.items())].setdefault(self._example, [])
         parts.append(values.detach().cpu().numpy().reshape(-1))
 
     def measurements(self, **common: Any) -> list[Measurement]:

@@ -80,22 +80,22 @@ def sharpness(
         UserError: if a prompt has no meta-token after some text, or the model's attention cannot be observed.
     """
     samples = Samples()
-    for number, example in enumerate(examples):
+    for example in examples:
+        samples.next_example()
         prompt = PromptIds.of(example, model.config.meta_token_id)
         intact = observe(model, prompt.ids)
         with intervene(model, Intervention("no_embed")):
             zeroed = observe(model, prompt.ids)
         for (module, layer), inputs in intact.attention.items():
             without = zeroed.attention[module, layer]
-            _compare_attention(samples, number, prompt, module, inputs, without)
-        _compare_outputs(samples, number, prompt, model.config.meta_token_id, intact, zeroed)
+            _compare_attention(samples, prompt, module, inputs, without)
+        _compare_outputs(samples, prompt, model.config.meta_token_id, intact, zeroed)
     fields = shared.present_fields(position_embedding=model.config.position_embedding)
     return samples.measurements(analysis="sharpness", **fields)
 
 
 def _compare_attention(
     samples: Samples,
-    number: int,
     prompt: PromptIds,
     module: str,
     intact: AttentionInputs,
@@ -123,11 +123,11 @@ def _compare_attention(
         "premise_holds": holds,
     }
     for metric, of_heads in values.items():
-        samples.add(number, of_heads, metric=metric, module=module)
+        samples.add(of_heads, metric=metric, module=module)
     for premise, boosted in product((True, False), repeat=2):
         fell = entropy_change[(holds == premise) & (rose == boosted)] < 0
         fields = {"metric": "entropy_fell", "premise": premise, "boosted": boosted}
-        samples.add(number, fell, **fields, module=module)
+        samples.add(fell, **fields, module=module)
 
 
 def _change_of_log_odds(before: Tensor, after: Tensor, key: int) -> Tensor:
@@ -138,7 +138,6 @@ def _change_of_log_odds(before: Tensor, after: Tensor, key: int) -> Tensor:
 @torch.inference_mode()
 def _compare_outputs(
     samples: Samples,
-    number: int,
     prompt: PromptIds,
     meta_token_id: int,
     intact: Observation,
@@ -153,10 +152,10 @@ def _compare_outputs(
         "output_entropy_change": entropy(after) - entropy(before),
     }
     for metric, value in values.items():
-        samples.add(number, value[:-1], metric=metric, marker="context")
-        samples.add(number, value[-1], metric=metric, marker="final")
+        samples.add(value[:-1], metric=metric, marker="context")
+        samples.add(value[-1], metric=metric, marker="final")
     boost = (after - before)[-1, prompt.answer]
-    samples.add(number, boost, metric="output_answer_logit_change", marker="final")
+    samples.add(boost, metric="output_answer_logit_change", marker="final")
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ def sample(
         typer.Option(metavar="TOKENIZER", help="A folder with a tokenizer, or gpt2."),
     ],
     phase: Annotated[
-        int, typer.Option(metavar="PHASE", help="Difficulty, from 1 (easiest) to 5.")
+        int, typer.Option(metavar="PHASE", min=1, max=5, help="Difficulty, from 1 (easiest) to 5.")
     ] = 1,
     condition: options.Condition = "paper",
     n: Annotated[int, typer.Option("-n", metavar="N", min=1, help="Number of examples.")] = 1,

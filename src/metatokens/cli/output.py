@@ -134,16 +134,9 @@ _SHOWN = {  # a run's figures, in this order
 }
 
 
-def _shown(done: int, figures: "Figures") -> str:
-    """The figures as text; those of earlier steps name their step."""
-    texts = []
-    for name, text in _SHOWN.items():
-        if name in figures:
-            value, step = figures[name]
-            texts.append(
-                text.format(value) if step == done else f"{text.format(value)} (step {step:,})"
-            )
-    return ", ".join(texts)
+def _shown(figures: "Figures") -> str:
+    """The latest figures as text."""
+    return ", ".join(text.format(figures[name]) for name, text in _SHOWN.items() if name in figures)
 
 
 @contextmanager
@@ -177,9 +170,7 @@ def progress_bar(verb: str) -> "Iterator[Progress]":
         nonlocal printed
         if figures and (time.monotonic() - printed > LINE_EVERY or done == total):
             printed = time.monotonic()
-            print(
-                f"{verb} {done:,}/{total:,}: {_shown(done, figures)}", file=sys.stderr, flush=True
-            )
+            print(f"{verb} {done:,}/{total:,}: {_shown(figures)}", file=sys.stderr, flush=True)
 
     if not is_first_process():
         yield lambda done, total, figures: None
@@ -197,7 +188,7 @@ def progress_bar(verb: str) -> "Iterator[Progress]":
             task = bar.add_task(verb, total=None)
 
             def redraw(done: int, total: int, figures: "Figures") -> None:
-                bar.figures = _shown(done, figures)
+                bar.figures = _shown(figures)
                 bar.update(task, completed=done, total=total)
 
             yield redraw

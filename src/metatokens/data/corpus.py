@@ -13,9 +13,9 @@ import sysconfig
 import warnings
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -101,12 +101,14 @@ def read_part(spec: str, part: Part) -> Iterator[str]:
     """The documents of one part of a corpus, in order."""
     if spec == BUILTIN:
         return iter(_builtin())
-    if spec.startswith(HUB):
-        documents = _dataset(spec, part)
-    else:
-        readers = [partial(_reader(file), Path(file)) for file in part.files]
-        documents = chain.from_iterable(read() for read in readers)
+    documents = _dataset(spec, part) if spec.startswith(HUB) else _documents_of(part.files)
     return (document for document in documents if document and not document.isspace())
+
+
+def _documents_of(files: Sequence[str]) -> Iterator[str]:
+    """The documents of files; a file of an unknown kind is refused before any is read."""
+    readers = [_reader(file) for file in files]
+    return chain.from_iterable(read(Path(file)) for read, file in zip(readers, files, strict=True))
 
 
 @cache  # parsing the standard library takes seconds, and a run reads its corpus more than once

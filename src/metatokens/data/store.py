@@ -145,20 +145,17 @@ class Manifest(StoreRecord):
 
 
 class TokenStore:
-    """A complete token store: its `path`, `manifest` and `tokenizer`, and the ids of each split."""
+    """A complete token store: its `path`, `manifest` and `tokenizer`, and the ids of each split.
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    Its manifest is read and checked at once; the other files are checked when they are first read.
+
+    Raises:
+        UserError: if there is no complete store at the path, or its manifest is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.manifest = manifest
-
-    @classmethod
-    def open(cls, path: Path) -> "TokenStore":
-        """Open a store by its manifest; the other files are checked when they are first read.
-
-        Raises:
-            UserError: if there is no complete store at the path, or its manifest is damaged.
-        """
-        return cls(path, Manifest.read(path))
+        self.manifest = Manifest.read(path)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -118,7 +118,7 @@ def write_token_store(
     """
     settings = StoreSettings(corpus=corpus_spec, tokenizer=tokenizer_spec, held_out=held_out)
     if (out / MANIFEST).exists() and not overwrite:
-        store = TokenStore.open(out)
+        store = TokenStore(out)
         _check_same(settings, store.manifest.settings, f"{out} holds a token store")
         return store
     has_files = out.is_dir() and any(path.name != LOCK for path in out.iterdir())
@@ -147,7 +147,7 @@ def write_token_store(
     finally:
         if is_new and out.exists() and os.listdir(out) == [LOCK]:  # the corpus was refused
             shutil.rmtree(out)
-    return TokenStore.open(out)
+    return TokenStore(out)
 
 
 def _check_same(settings: StoreSettings, made_with: StoreSettings, store: str) -> None:

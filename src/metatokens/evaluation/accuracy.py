@@ -10,7 +10,8 @@ from metatokens.evaluation.intervals import wilson_interval
 from metatokens.model.positions import reaches
 from metatokens.model.wrappers import takes_wrapped
 from metatokens.records import About, Metric, Result, pack_hits
-from metatokens.tasks.curriculum import TaskData, chance
+from metatokens.tasks import module_of
+from metatokens.tasks.curriculum import TaskData
 from metatokens.tasks.example import Encoded, Example
 from metatokens.tasks.landmarks_alone import ALONE, LandmarksAlone
 from metatokens.tasks.scoring import score
@@ -91,7 +92,7 @@ def evaluate(
                 **of_length,
                 **_share(sum(exact), len(exact)),
                 metric="exact_match",
-                chance=None if subject.task is None else chance(subject.task),
+                chance=None if subject.task is None else module_of(subject.task).CHANCE,
                 hits=pack_hits(exact),
             )
         )

@@ -35,22 +35,18 @@ except ModuleNotFoundError:
 
 # The options of `HFLM` that do here what they do there.
 _SUPPORTED = {
-    *(
-        "tokenizer",
-        "logits_cache",
-        "max_length",
-        "softmax_dtype",
-        "mixed_precision_dtype",
-        "batch_size",
-    ),
-    *(
-        "max_batch_size",
-        "add_bos_token",
-        "prefix_token_id",
-        "think_end_token",
-        "enable_thinking",
-        "chat_template_args",
-    ),
+    "tokenizer",
+    "logits_cache",
+    "max_length",
+    "softmax_dtype",
+    "mixed_precision_dtype",
+    "batch_size",
+    "max_batch_size",
+    "add_bos_token",
+    "prefix_token_id",
+    "think_end_token",
+    "enable_thinking",
+    "chat_template_args",
     "trust_remote_code",  # a permission, which is not needed: no code in a folder is run
 }
 

@@ -29,24 +29,25 @@ from metatokens.model.positions import check_length
 from metatokens.model.wrappers import takes_wrapped
 from metatokens.records import About, Result
 
+BATCH = 16  # blocks per forward pass
+
 # Row -> ids and labels of a block, each (positions,) int64.
 BlockOf = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
 
 @torch.inference_mode()
-def block_losses(model: PreTrainedModel, block_of: BlockOf, count: int, batch: int) -> np.ndarray:
+def block_losses(model: PreTrainedModel, block_of: BlockOf, count: int) -> np.ndarray:
     """The summed negative log-likelihood (nats) of each block's text tokens except the first, (blocks,) float64.
 
     Args:
         model: any model; it is put into evaluation mode.
         block_of: gives the block of a number, with its meta-tokens.
         count: blocks.
-        batch: blocks per forward pass.
     """
     model.eval()
     losses: list[float] = []
-    for start in range(0, count, batch):
-        blocks = [block_of(row) for row in range(start, min(start + batch, count))]
+    for start in range(0, count, BATCH):
+        blocks = [block_of(row) for row in range(start, min(start + BATCH, count))]
         ids = _padded([ids for ids, _ in blocks], 0).to(model.device)
         labels = _padded([labels for _, labels in blocks], IGNORED_LABEL).to(model.device)
         is_scored = labels[:, 1:] != IGNORED_LABEL
@@ -77,7 +78,6 @@ def perplexity(
     placement: str,
     landmarks: Landmarks | None = None,
     source: str | None = None,
-    batch: int = 16,
 ) -> Result:
     """Perplexity of `text` with a 95 % interval over blocks, which are treated as independent.
 
@@ -91,7 +91,6 @@ def perplexity(
         placement: of the inserted meta-tokens; `none` inserts none.
         landmarks: in place of a placement, a rule for inserting meta-tokens; it may make blocks longer than n.
         source: the name of the text, for the result.
-        batch: blocks per forward pass.
 
     Raises:
         UserError: if the text has fewer than two blocks, a block has nothing to predict, the model has no meta-token to
@@ -115,7 +114,7 @@ def perplexity(
             f"{condition} inserts no meta-token into blocks of {block_size} tokens of this text."
         )
     check_length(model.config, longest)
-    loss_per_token = block_losses(model, block_of, count, batch) / (text_per_block - 1)
+    loss_per_token = block_losses(model, block_of, count) / (text_per_block - 1)
     mean = loss_per_token.mean()
     low, high = normal_interval(mean, loss_per_token.std(ddof=1) / math.sqrt(count))
     # The lowest loss without context.
@@ -194,7 +193,7 @@ def held_out_text(
         UserError: if the text cannot be read or is empty, or the store has another tokenizer.
     """
     if Path(source, "manifest.json").is_file():
-        store = TokenStore.open(Path(source))
+        store = TokenStore(Path(source))
         if store.tokenizer.get_vocab() != tokenizer.get_vocab():
             raise UserError(
                 f"the token store {source} was made with another tokenizer than the model's."

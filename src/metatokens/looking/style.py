@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 from metatokens.records import SEPARATOR
@@ -182,14 +181,6 @@ def _on_a_line(text: str) -> str:
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())[
         :60
     ]
-
-
-def by_step(axes: Axes, what: str) -> None:
-    """Label the axes: training steps to the right, `what` upwards."""
-    axes.set(xlabel="training step", ylabel=what)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.margins(x=0.02)
 
 
 def line(style: Style, **changes: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from metatokens.tasks.content import Content, stable_hash
 from metatokens.tasks.encoding import SegmentEncoder
 from metatokens.tasks.example import Example, encode_example
 from metatokens.tasks.inventory import INVENTORY
-from metatokens.tasks.phases import FACTS, PHASES, Sizes, phase_of_length, sizes_of
+from metatokens.tasks.phases import FACTS, Sizes, phase_of_length, sizes_of
 
 CONDITIONS: tuple[Condition, ...] = get_args(Condition)
 COPIED_DOCUMENTS = 500  # at most
@@ -112,13 +112,11 @@ class TaskData:
         return self._find(generator, index, phase, sizes, "test", above=length // 2, up_to=length)
 
     def sample(self, index: int, phase: int, split: Split) -> Example:
-        """Draw the index-th example of a phase and split, of any length.
+        """Draw the index-th example of a phase, 1 to 5, and split, of any length.
 
         Raises:
-            UserError: if there is no such phase, or no such prompt was found.
+            UserError: if no such prompt was found.
         """
-        if phase not in PHASES:
-            raise UserError(f"unknown phase {phase}; the phases are 1 to {max(PHASES)}.")
         generator = self.generator(index, f"phase {phase} {split}")
         return self._find(generator, index, phase, self._sizes(phase), split)
 
@@ -192,8 +190,3 @@ def task_texts() -> list[str]:
     bits = f"Bits: {' '.join(map(str, range(26)))}"  # the places of phases 1 to 3
     questions = chain.from_iterable(module_of(task).QUESTIONS for task in TASKS)
     return [*lists, bits, *questions]
-
-
-def chance(task: str) -> float | None:
-    """Exact match of a blind guess among the answers that a question allows; None where their number varies."""
-    return module_of(task).CHANCE

@@ -46,7 +46,9 @@ def draw(generator: Generator, m: int, n: int, asked: int, split: Split) -> Cont
     repeated = generator.permutation([lists.target, *others[:1]]).tolist()
     shown = lists.repeating(repeated)  # among decoys
     decoyed = {shown.gap_before(m + repeated.index(lists.target), asked_item + 1)}
-    for line in [*others[: generator.integers(1, m + 1)], *range(m, len(shown.items))]:
+    count = int(generator.integers(1, m + 1))
+    repeated_lines = range(m, len(shown.items))
+    for line in [*others[:count], *repeated_lines]:
         item = int(generator.integers(len(shown.items[line])))
         decoyed.add(shown.gap_before(line, item + 1))
     if split_of(f"{lists.key} {lists.target} {asked_item}") != split:
@@ -93,7 +95,8 @@ def _word_before_mark(from_end: int, prompt: ParsedPrompt) -> str | None:
 
 def _word_of_line(line: int, prompt: ParsedPrompt) -> str:
     number, _ = _asked(prompt)
-    return prompt.lines[line][int(number)]  # no list is shorter than the target list
+    # Word 0 is the list's heading, so item 1 is word 1; no list is shorter than the target list.
+    return prompt.lines[line][int(number)]
 
 
 def _commonest_of_list(prompt: ParsedPrompt) -> str:

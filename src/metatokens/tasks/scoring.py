@@ -23,7 +23,6 @@ def score(
     model: PreTrainedModel,
     examples: Sequence[Encoded],
     *,
-    batch: int | None = None,
     alone: LandmarksAlone | None = None,
 ) -> tuple[list[bool], list[int]]:
     """Compare each example's answer with that of greedy decoding, token by token.
@@ -35,8 +34,6 @@ def score(
     Args:
         model: any model; it is put into evaluation mode.
         examples: prompts with their answers, which are never truncated.
-        batch: examples per forward pass. By default a batch has up to 16,384 padded tokens on a GPU, and 4,096 on a
-            CPU: larger ones leave its cache (a tenth slower; with GPT-Neo's attention scores up to 1.6 times).
         alone: makes the mask, if the questions see the meta-tokens of their documents alone.
 
     Returns:
@@ -47,9 +44,9 @@ def score(
     """
     model.eval()
     lengths = [len(example.input_ids) for example in examples]
-    if batch is None:
-        tokens_a_batch = 16_384 if model.device.type == "cuda" else 4_096
-        batch = max(1, tokens_a_batch // max(lengths))
+    # Larger batches leave a CPU's cache: a tenth slower, and with GPT-Neo's attention scores up to 1.6 times.
+    tokens_a_batch = 16_384 if model.device.type == "cuda" else 4_096  # padded
+    batch = max(1, tokens_a_batch // max(lengths))
     exact = [False] * len(examples)
     tokens = [0] * len(examples)
     for rows in by_length(lengths, batch):

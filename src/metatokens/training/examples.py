@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,16 +19,8 @@ from metatokens.tasks.landmarks_alone import LandmarksAlone
 from metatokens.tasks.phases import Sizes
 
 
-class Examples(Protocol):
-    """As many examples as a phase reads, in the order in which it reads them."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Encoded: ...
-
-
 class Epochs:
-    """Examples over and over; with a seed, shuffled anew in each epoch."""
+    """As many examples as a phase reads: the same over and over; with a seed, shuffled anew in each epoch."""
 
     def __init__(self, examples: Sequence[Encoded], *, length: int, seed: int | None = None):
         self.examples, self.length, self.seed = examples, length, seed
@@ -53,7 +44,7 @@ class ByLength:
 
     WINDOW = 16  # batches
 
-    def __init__(self, examples: Examples, *, batch: int, seed: int):
+    def __init__(self, examples: Epochs, *, batch: int, seed: int):
         self.examples, self.batch, self.seed = examples, batch, seed
         self.window_size = self.WINDOW * batch
         self._window = -1  # the number of the window that is being read

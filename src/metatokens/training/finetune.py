@@ -19,7 +19,6 @@ from metatokens.training.examples import (
     ByLength,
     Collator,
     Epochs,
-    Examples,
     drawing,
     train_examples,
     train_source,
@@ -156,7 +155,7 @@ class _RecordSource:
         ]
         self.identity = {"data_sha256": sha256_of(file.read_bytes())}
 
-    def open(self, phase: Phase) -> Examples:
+    def open(self, phase: Phase) -> Epochs:
         """The examples of the phase."""
         return Epochs(self.records, seed=phase.settings.seed, length=phase.examples)
 
@@ -182,7 +181,7 @@ class _TaskSource:
         for phase in self.phases:
             drawing(source, phase)(0)  # fails before any training if there is no such prompt
 
-    def open(self, phase: Phase) -> Examples:
+    def open(self, phase: Phase) -> Epochs:
         """The examples of a phase."""
         return Epochs(self._draw(phase), length=phase.examples)
 
@@ -191,8 +190,4 @@ def _report_phase(
     progress: Progress, before: int, total: int, done: int, _: int, figures: Figures
 ) -> None:
     """Report a phase's step as a step of the whole run."""
-    progress(
-        before + done,
-        total,
-        {name: (value, before + step) for name, (value, step) in figures.items()},
-    )
+    progress(before + done, total, figures)

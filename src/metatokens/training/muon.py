@@ -57,11 +57,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update each parameter by its own rule."""
-        with torch.enable_grad():
-            loss = closure() if closure else None
         # Loading a state replaces this optimizer's groups and state, so AdamW gets them again.
         self._adamw.param_groups, self._adamw.state = self.param_groups[:-1], self.state
-        self._adamw.step()
+        loss = self._adamw.step(closure)
         self._step_by_muon(**self.param_groups[-1])
         return loss
 

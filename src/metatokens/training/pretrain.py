@@ -85,7 +85,7 @@ def open_store(recipe: PretrainRecipe) -> TokenStore:
         raise UserError(
             "the recipe must name data.tokens, the folder that `metatokens tokenize` wrote."
         )
-    return TokenStore.open(recipe.data.tokens)
+    return TokenStore(recipe.data.tokens)
 
 
 def train_on_blocks(

@@ -44,8 +44,8 @@ from metatokens.training.probe import Probe
 
 CHECKPOINTS = 2  # of a run; older ones are removed
 
-# The latest value of each of FIGURES and tokens_per_second, and its step.
-Figures = Mapping[str, tuple[float, int]]
+# The latest value of each of FIGURES and tokens_per_second.
+Figures = Mapping[str, float]
 FIGURES = ("loss", "learning_rate", "eval_loss", "eval_exact_match")
 # Takes the steps done, the steps in all, and the figures.
 Progress = Callable[[int, int, Figures], None]
@@ -148,7 +148,7 @@ class RunCallback(TrainerCallback):
         self.trainer, self.progress, self.probe = trainer, progress, probe
         self.last_report = 0.0
         self.last_log = (0.0, 0)  # its time, and the tokens read until then
-        self.figures: dict[str, tuple[float, int]] = {}
+        self.figures: dict[str, float] = {}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
@@ -185,9 +185,9 @@ class RunCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Keep the figures; with a loss, measure the speed since the last one and report progress."""
-        self.figures |= {name: (logs[name], state.global_step) for name in FIGURES if name in logs}
+        self.figures |= {name: logs[name] for name in FIGURES if name in logs}
         if "loss" in logs:
-            self.figures["tokens_per_second"] = self._speed_since_last_log(), state.global_step
+            self.figures["tokens_per_second"] = self._speed_since_last_log()
             self._report(state)
 
     def _speed_since_last_log(self) -> float:
