@@ -518,7 +518,7 @@ def draw_covered(figure: SubFigure) -> None:
                 "model": model,
                 "intervention": intervention,
             }
-            mean, low, high = (100 * end for end in Cell.of(run().select(**where)).estimate())
+            mean, low, high = (100 * end for end in Cell.of(run().measured(**where)).estimate())
             colour = STYLES[model].colour
             axis.bar(x + shift, mean, 0.36, color=colour, alpha=opacity)
             axis.errorbar(x + shift, mean, [[mean - low], [high - mean]], color=GREY, capsize=4)
@@ -548,7 +548,7 @@ def draw_lengths(figure: SubFigure) -> None:
     for axis, task in zip(axes.flat, TASKS, strict=True):
         for model, style in styles.items():
             where = {**SMALL, "train_length": 512, "task": task, "model": model}
-            cells = {length: Cell.of(run().select(**where, length=length)) for length in ticks}
+            cells = {length: Cell.of(run().measured(**where, length=length)) for length in ticks}
             estimates = {length: cell.estimate() for length, cell in cells.items() if cell.runs}
             mean, low, high = 100 * np.array([*estimates.values()]).T
             axis.plot([*estimates], mean, label=model, **line(style))

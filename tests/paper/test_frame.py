@@ -39,8 +39,8 @@ def test_a_later_line_of_the_same_figure_counts(read):
     )
 
     assert inputs.preset == "small"
-    assert inputs.select()["value"].tolist() == [0.2]
-    assert inputs.select(variant=["", "jumps"])["value"].tolist() == [0.2, 0.5]
+    assert inputs.measured()["value"].tolist() == [0.2]
+    assert inputs.measured(variant=["", "jumps"])["value"].tolist() == [0.2, 0.5]
 
 
 @pytest.mark.parametrize("recipe", ["gpu", None])
@@ -72,8 +72,8 @@ def test_text_windows_and_recipes_of_no_preset_are_models_of_their_own(read):
         "meta, window 16",
         "meta, window 256",
     ]
-    assert inputs.select()["model"].tolist() == names
-    assert inputs.select(metric="log_steps_to_learn")["model"].tolist() == ["meta, mine/a"]
+    assert inputs.measured()["model"].tolist() == names
+    assert inputs.measured(metric="log_steps_to_learn")["model"].tolist() == ["meta, mine/a"]
 
 
 def test_an_accuracy_has_what_a_constant_answer_and_the_best_shortcut_score(read):
@@ -116,7 +116,7 @@ def test_steps_to_learn_are_counted_to_the_budget_of_every_run(read):
     )
 
     steps = {}
-    for row in inputs.select(metric="log_steps_to_learn").to_dict("records"):
+    for row in inputs.measured(metric="log_steps_to_learn").to_dict("records"):
         steps[row["task"], row["model"], row["seed"]] = (
             round(math.exp(row["value"])),
             round(math.exp(row["chance"])),
@@ -150,7 +150,7 @@ def test_a_distortion_at_a_rate_is_the_mean_of_a_runs_fits(read):
         ],
     )
 
-    selected = inputs.select(metric="distortion_at_rate", subject="meta", rate=1.0)
+    selected = inputs.measured(metric="distortion_at_rate", subject="meta", rate=1.0)
     assert selected["value"].tolist() == [pytest.approx(1.25)]
 
 
@@ -164,7 +164,7 @@ def test_a_slowdown_is_per_text_token_with_the_interval_of_a_median(tmp_path):
     )
     run = write(tmp_path, results=[accuracy(0.5)])
 
-    slowdowns = load([run, benchmark]).select(metric="slowdown")
+    slowdowns = load([run, benchmark]).measured(metric="slowdown")
 
     [row] = slowdowns.query("model == 'dense, inserting' and against == 'meta, inserting'").to_dict(
         "records"

@@ -59,6 +59,11 @@ class Claim(BaseModel):
         return value if isinstance(value, list) else [value]
 
     @property
+    def title(self) -> str:
+        """Its text, after the number of a claim of the paper."""
+        return f"{self.number}. {self.text}" if self.number else self.text
+
+    @property
     def metric(self) -> str:
         """The metric that is compared."""
         sides = [side for side in (self.a, *self.b) if isinstance(side, dict)]
@@ -165,11 +170,6 @@ class ClaimResult:
             is_complete = len(self.strata) == self.claim.cases
             return rule.verdict_everywhere(self.strata, kind, smallest, is_complete=is_complete)
         return rule.verdict(self.effect, kind, smallest)
-
-    @property
-    def was_run(self) -> bool:
-        """Whether any of it was."""
-        return self.verdict != "not run"
 
     def holds_among(self, tests: int) -> bool:
         """Whether the verdict is the same at a level corrected for the number of claims."""

@@ -4,8 +4,9 @@ Columns are the fields of the records. Text that does not apply is empty, a numb
 that does not exist is a `KeyError`, so that a misspelt field never reads as "not run".
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import sqrt
 from pathlib import Path
 from typing import Any, get_args
@@ -79,7 +80,7 @@ class Inputs:
         """How many times as long as ours the paper's prompts are where the context is extended."""
         return 4 if self.preset == "small" else 1
 
-    def select(self, **where: Any) -> pd.DataFrame:
+    def measured(self, **where: Any) -> pd.DataFrame:
         """The figures whose fields have the given values, by the rules of `select`; by default of `exact_match`.
 
         The fields that `_PLAIN` has for the metric default to the plain runs: the paper's prompts, no intervention, no
@@ -93,11 +94,8 @@ class Inputs:
         if not METRICS.issuperset(metrics):
             raise KeyError(f"there is no metric {metric}")
         fields = {"metric": metric, **_PLAIN.get(metrics[0], {}), **where}
-        return select(self.figures, **{key: want for key, want in fields.items() if want != "*"})
-
-    def measured(self, **where: Any) -> pd.DataFrame:
-        """The figures that `select` selects, where they have a value."""
-        return self.select(**where).dropna(subset=["value"])
+        wanted = {key: want for key, want in fields.items() if want != "*"}
+        return select(self.figures, **wanted)
 
 
 def load(paths: Sequence[Path]) -> Inputs:
@@ -114,10 +112,11 @@ def load(paths: Sequence[Path]) -> Inputs:
     latest = measured.drop_duplicates(
         [name for name in measured if name not in _OUTCOMES], keep="last"
     )
-    figures = _named(latest)
-    figures.loc[(figures["metric"] == "perplexity") & (figures["text"] == ""), "text"] = "held_out"
-    figures = figures[(figures["variant"] == "") | (figures["analysis"] == "")]
-    figures = _with_floors(figures)
+    figures = _named(latest.dropna(subset=["value"]))
+    is_of_no_text = (figures["metric"] == "perplexity") & (figures["text"] == "")
+    figures.loc[is_of_no_text, "text"] = "held_out"
+    is_analysis_of_variant = (figures["variant"] != "") & (figures["analysis"] != "")
+    figures = _with_floors(figures[~is_analysis_of_variant])
     curves = _named(_typed(_rows(read.points, CurvePoint)))
     derived = pd.DataFrame(
         [*_steps_to_learn(curves), *_distortions(figures), *_slowdowns(read.timings)]
@@ -127,11 +126,9 @@ def load(paths: Sequence[Path]) -> Inputs:
 
 
 def _grid_of(read: RunLines) -> str | None:
-    lines: list[Result | Measurement | CurvePoint] = [
-        *read.results,
-        *read.measurements,
-        *read.points,
-    ]
+    lines: Iterable[Result | Measurement | CurvePoint] = chain(
+        read.results, read.measurements, read.points
+    )
     presets = {(line.recipe or "").partition("/")[0] for line in lines}
     grid = next((preset for preset in GRIDS if preset in presets), None)
     if grid and len(presets) > 1:
@@ -214,27 +211,31 @@ def _rows(records: Sequence[Record], kind: type[Record]) -> pd.DataFrame:
 
 def _typed(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with each column that a figure may have, text empty and numbers NaN where there is none."""
-    missing = dict.fromkeys(name for name in (*_TEXTS, *_NUMBERS) if name not in frame)
-    frame = frame.assign(**missing).reset_index(drop=True)
-    texts = [name for name in frame if name not in _NUMBERS and name not in _OBJECTS]
-    return frame.assign(
-        **{name: pd.to_numeric(frame[name]).astype(float) for name in _NUMBERS},
-        **{name: frame[name].astype(object).fillna("").astype(str) for name in texts},
-    )
+    missing = [name for name in (*_TEXTS, *_NUMBERS) if name not in frame]
+    frame = frame.assign(**dict.fromkeys(missing)).reset_index(drop=True)
+    for name in frame:
+        if name in _NUMBERS:
+            frame[name] = pd.to_numeric(frame[name]).astype(float)
+        elif name not in _OBJECTS:
+            frame[name] = frame[name].astype(object).fillna("").astype(str)
+    return frame
 
 
 def _named(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows with their variants, what follows the preset in the recipe, and with the names of models in full."""
     variants: list[str] = []
     names: list[str] = []
-    columns = ("model", "recipe", "text_window")
-    for model, recipe, window in zip(*(frame[column] for column in columns), strict=True):
+    columns = frame[["model", "recipe", "text_window"]]
+    for model, recipe, window in columns.itertuples(index=False):
+        words = [model]
+        if not np.isnan(window):
+            words.append(f"window {window:.0f}")
         preset, _, variant = recipe.partition("/")
-        is_of_preset = preset in PRESETS
-        words = [model, "" if np.isnan(window) else f"window {window:.0f}"]
-        words.append("" if is_of_preset else recipe)
-        variants.append(variant if is_of_preset else "")
-        names.append(SEPARATOR.join(filter(None, words)))
+        if recipe and preset not in PRESETS:
+            words.append(recipe)
+            variant = ""
+        variants.append(variant)
+        names.append(SEPARATOR.join(words))
     return frame.assign(variant=variants, model=names)
 
 

@@ -3,7 +3,6 @@
 import platform
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,7 @@ def reproduce(
             provenance.unlink(missing_ok=True)
             created = now()
             try:
-                _carry_out(log, plan, left, pool, task_done)
+                _carry_out(log, left, pool, task_done)
             finally:
                 _write_provenance(log, name, sizes, created=created, workers=pool.size)
 
@@ -100,47 +99,36 @@ def _stages_left(log: RunLog, plan: list[Stage]) -> list[Stage]:
 
 
 def _carry_out(
-    log: RunLog,
-    plan: list[Stage],
-    left: list[Stage],
-    pool: ProcessPool,
-    task_done: Callable[[], None],
+    log: RunLog, left: list[Stage], pool: ProcessPool, task_done: Callable[[], None]
 ) -> None:
     """Carry out the stages that are left in the plan's order, each once those that it needs are done."""
-    by_name = {stage.name: stage for stage in left}
-    waiting = dict(by_name)
-    unfinished = set(by_name)  # waiting or running
-    running: set[str] = set()
-    untested = {stage.name: stage.subject["task"] for stage in left if stage.method == "evaluate"}
-    with Display({stage.name: stage.steps for stage in plan}) as display:
-        for stage in plan:
-            if stage.name not in by_name:
-                display.skip(stage.name)
-        while unfinished:
-            ready = (stage for stage in waiting.values() if unfinished.isdisjoint(stage.after))
-            for stage in list(islice(ready, pool.size - len(running))):
-                del waiting[stage.name]
-                pool.submit(stage)
-                running.add(stage.name)
-            finished = []
-            for name, outcome in pool.finished():
-                log.add(by_name[name], outcome)  # at once, since the next stage may have failed
-                finished.append(name)
-            for name, fraction in pool.progress():
-                display.update(name, fraction)
-            for name in finished:
-                running.remove(name)
-                unfinished.remove(name)
-                display.finish(name)
-            display.refresh(running)
-            if _tests_end(untested, finished):
-                task_done()
+    waiting = {stage.name: stage for stage in left}
+    running: dict[str, Stage] = {}
+    display = Display({stage.name: stage.steps for stage in left})
+    while waiting or running:
+        unfinished = waiting.keys() | running.keys()
+        ready = [stage for stage in waiting.values() if unfinished.isdisjoint(stage.after)]
+        for stage in ready[: pool.size - len(running)]:
+            running[stage.name] = waiting.pop(stage.name)
+            pool.submit(stage)
+        finished = []
+        for name, outcome in pool.finished():
+            stage = running.pop(name)
+            log.add(stage, outcome)  # at once, since the next stage may have failed
+            display.finish(name)
+            finished.append(stage)
+        for name, fraction in pool.progress():
+            display.update(name, fraction)
+        display.refresh(running)
+        tested = _tasks_tested_by(finished)
+        untested = _tasks_tested_by([*waiting.values(), *running.values()])
+        if untested and tested - untested:
+            task_done()
 
 
-def _tests_end(untested: dict[str, str], finished: list[str]) -> bool:
-    """Take the finished tests out of those that are left; whether a task has no more of them, and another one has."""
-    tested = {untested.pop(name) for name in finished if name in untested}
-    return bool(untested) and not tested <= {*untested.values()}
+def _tasks_tested_by(plan: list[Stage]) -> set[str]:
+    """The tasks on which these stages measure accuracies."""
+    return {stage.subject["task"] for stage in plan if stage.method == "evaluate"}
 
 
 def _write_provenance(log: RunLog, name: str, sizes: Preset, **run: Any) -> None:

@@ -370,17 +370,19 @@ class Runner:
     ) -> Callable[[Any, Phase], Probe | None]:
         """The accuracy on some test prompts, measured while a model is trained up to its first train length."""
         first, condition = recipe.task.train_lengths[0], recipe.task.condition
+        # As many as `evaluate` draws, so that a worker draws them once.
         n = counts_of(self.preset, model, task)[condition][first]
         tests = self._tests(task, condition, {first: n})[first][:PROBED]
 
-        def probe(model: PreTrainedModel, phase: Phase) -> Probe | None:
+        def probe(tuned: PreTrainedModel, phase: Phase) -> Probe | None:
             if phase.train_length != first:
                 return None
-            alone = LandmarksAlone(model, self._tokenizer()) if recipe.task.question_sees else None
-            return Probe(
-                steps,
-                lambda model: {"exact_match": exact_match(model, tests, alone), "n": len(tests)},
-            )
+            alone = LandmarksAlone(tuned, self._tokenizer()) if recipe.task.question_sees else None
+
+            def accuracy(in_training: PreTrainedModel) -> dict[str, float]:
+                return {"exact_match": exact_match(in_training, tests, alone), "n": len(tests)}
+
+            return Probe(steps, accuracy)
 
         return probe
 
@@ -407,9 +409,7 @@ class Runner:
         return sum(numbers) / len(numbers)
 
 
-# A worker carries out the stages of several models, which read the same examples.
-
-
+# Cached, since a worker carries out the stages of several models, which read the same examples.
 @lru_cache(maxsize=16)
 def _test_examples(
     tokenizer_folder: str, corpus: str, task: str, condition: str, length: int, n: int

@@ -3,6 +3,7 @@
 from math import exp, log, sqrt
 from statistics import fmean, stdev
 
+import pandas as pd
 from markupsafe import Markup
 
 from metatokens.paper.report.make_table import Cell, Table, labelled, make_table, pivot
@@ -113,6 +114,14 @@ def test_rows_are_named_by_what_sets_them_apart(read):
     assert list(named) == ["gpt2, to 512", "meta, to 128", "meta, to 512", "a b, to 512"]
     assert named["meta, to 128"]["train_length"] == 128
     assert pivot(figures, ["model"], ["train_length"]).header == ("", "to 128", "to 512")
+
+
+def test_rows_that_read_alike_stay_apart():
+    figures = pd.DataFrame({"variant": ["half rate", "half:rate"], "value": [0.1, 0.2]})
+
+    named = labelled(figures, ["variant"])
+
+    assert list(named) == ["half rate", "half rate (2)"]
 
 
 def test_a_table_in_markdown():

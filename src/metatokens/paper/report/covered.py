@@ -15,20 +15,22 @@ def sentences(tables: Tables) -> list[str]:
     if hidden.empty:
         return []
     task = hidden["task"].iloc[0]
-    hidden, in_sight = select(hidden, task=task), select(tables.main_figures(), task=task)
-    models = sorted(set(hidden["model"]), key=order, reverse=True)
+    hidden = select(hidden, task=task)
+    in_sight = select(tables.main_figures(), task=task)
     named, answers = [], []
-    for model in models:
-        what = CONTENT["models"].get(model)
-        named.append(f"{model} ({what})" if what else model)
-        right, seen = (Cell.of(select(rows, model=model)) for rows in (hidden, in_sight))
+    for model in sorted(set(hidden["model"]), key=order, reverse=True):
+        description = CONTENT["models"].get(model)
+        named.append(f"{model} ({description})" if description else model)
+        mean_hidden, _, _ = Cell.of(select(hidden, model=model)).estimate()
+        mean_in_sight, _, _ = Cell.of(select(in_sight, model=model)).estimate()
         answers.append(
-            f"{model} answers {PERCENT(right.estimate()[0])} % (with the text in sight "
-            f"{PERCENT(seen.estimate()[0])} %)"
+            f"{model} answers {PERCENT(mean_hidden)} % (with the text in sight "
+            f"{PERCENT(mean_in_sight)} %)"
         )
-    n = listed([*map(number, sorted(set(hidden["n"])))], "or")
-    guessing = hidden["chance"].max()
-    guesses = f"; guessing gives {PERCENT(guessing)} %" if guessing >= 0 else ""
+    numbers_of_questions = sorted(set(hidden["n"]))
+    n = listed([*map(number, numbers_of_questions)], "or")
+    chance = hidden["chance"].max()
+    guesses = f"; guessing gives {PERCENT(chance)} %" if chance >= 0 else ""
     runs = hidden.groupby("model")["seed"].nunique().max()
     often = "once" if runs == 1 else f"up to {runs} times"
     return [

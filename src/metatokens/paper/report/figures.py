@@ -252,7 +252,7 @@ def _with_questions(results: Sequence[ClaimResult]) -> list[tuple[str, ClaimResu
         if math.isfinite(result.effect.low):
             if (claim.question, None) not in rows:
                 rows.append((claim.question, None))
-            rows.append((f"{claim.number}. {claim.text}" if claim.number else claim.text, result))
+            rows.append((claim.title, result))
     return rows
 
 

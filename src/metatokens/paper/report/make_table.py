@@ -156,7 +156,10 @@ def labelled(figures: pd.DataFrame, keys: Sequence[str]) -> Selections:
     by_label: Selections = {}
     for row in sorted(rows, key=lambda row: [order(value) for value in row.values()]):
         named = filter(None, (words(key, row[key]) for key in differing))
-        by_label[", ".join(named) or "plain"] = row
+        label = ", ".join(named) or "plain"
+        if label in by_label:  # values that read alike stay apart
+            label += f" ({len(by_label) + 1})"
+        by_label[label] = row
     return by_label
 
 

@@ -101,7 +101,7 @@ def claim_tables(results: Sequence[ClaimResult]) -> list[Table]:
     tables = []
     for question in dict.fromkeys(result.claim.question for result in results):
         of_question = [result for result in results if result.claim.question == question]
-        not_run = [_numbered(result.claim) for result in of_question if result.verdict == "not run"]
+        not_run = [result.claim.title for result in of_question if result.verdict == "not run"]
         rows = [_claim_row(result) for result in of_question if result.verdict != "not run"]
         header = ("claim", "verdict", "difference (95 % interval)", "by task", "runs a side")
         note = f"Not run: {'; '.join(not_run)}." if not_run else ""
@@ -113,7 +113,7 @@ def _claim_row(result: ClaimResult) -> Row:
     claim = result.claim
     main = "Main claim: " if claim.primary else ""
     built = "True by construction. " if claim.by_construction else ""
-    label = [f"{main}{_numbered(claim)} ({claim.source})"]
+    label = [f"{main}{claim.title} ({claim.source})"]
     if claim.note:
         label.append(built + claim.note)
     effects = [amount(result.effect, claim.unit)]
@@ -133,11 +133,6 @@ def _claim_row(result: ClaimResult) -> Row:
     )
 
 
-def _numbered(claim: Claim) -> str:
-    """A claim's text; one of the paper has its number."""
-    return f"{claim.number}. {claim.text}" if claim.number else claim.text
-
-
 def evidence(result: ClaimResult) -> Table:
     """A row for each stratum of a claim: its effect, the means compared, the number of runs and the settings."""
     rows = [
@@ -145,7 +140,7 @@ def evidence(result: ClaimResult) -> Table:
     ]
     rows += [_evidence_row(result.claim, stratum, Effect()) for stratum in result.empty_strata]
     header = ("", "difference (95 % interval)", "means compared", "runs", "settings")
-    return Table(f"{_numbered(result.claim)}: {verdict(result)}", header, rows)
+    return Table(f"{result.claim.title}: {verdict(result)}", header, rows)
 
 
 def _evidence_row(claim: Claim, stratum: MeasuredStratum, effect: Effect) -> Row:

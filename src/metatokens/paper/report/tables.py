@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import pandas as pd
@@ -70,10 +71,11 @@ class Tables:
                 tables.append(self._table(layout, figures, words("task", task)))
         tables = [made for made in tables if made.rows]
         # Tables of one name share a note where it is the same.
-        for i, following in enumerate(tables[1:]):
-            if tables[i].note == following.note:
-                tables[i] = replace(tables[i], note="")
-        return tables
+        shown = []
+        for table_above, following in pairwise(tables):
+            is_repeated = table_above.note == following.note
+            shown.append(replace(table_above, note="") if is_repeated else table_above)
+        return [*shown, *tables[-1:]]
 
     def _measured(self, layout: Layout, **of_task: Any) -> pd.DataFrame:
         where = {**of_task, **layout.where}
