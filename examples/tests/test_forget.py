@@ -66,7 +66,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "_see", hooks._see)  # which the script replaces
+    monkeypatch.setattr(hooks, "_visibility", hooks._visibility)  # which the script replaces
 
 
 def test_separators_are_kept_as_a_dense_mask_keeps_them(base: Path) -> None:

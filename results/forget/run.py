@@ -123,7 +123,7 @@ def plan(steps: int) -> Iterator[Arm]:
 
 def keep_separators(decoder: Any, ids: list[int]) -> None:
     """Have a retrofitted decoder keep these tokens of the text as it keeps meta-tokens (SepLLM's rule)."""
-    see = hooks._see
+    visibility_of_pass = hooks._visibility
 
     def note(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         decoder.read_ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
@@ -131,11 +131,11 @@ def keep_separators(decoder: Any, ids: list[int]) -> None:
     def see_others(decoder: Any, is_meta: torch.Tensor, *inputs: Any) -> Any:
         if hasattr(decoder, "kept_ids"):
             is_meta = torch.isin(decoder.read_ids, decoder.read_ids.new_tensor(decoder.kept_ids))
-        return see(decoder, is_meta, *inputs)
+        return visibility_of_pass(decoder, is_meta, *inputs)
 
     decoder.kept_ids = ids
     decoder.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
-    hooks._see = see_others
+    hooks._visibility = see_others
 
 
 def read(model: Any, ids: list[int]) -> Any:
