@@ -150,7 +150,7 @@ class ClaimResult:
 
     @cached_property
     def without(self) -> dict[str, Effect]:
-        """Of a supported claim, the tasks without which it is not supported, and its effect without them."""
+        """The tasks without which a supported claim would not be supported, and its effect without them."""
         effects: dict[str, Effect] = {}
         if self.verdict != "supported" or self.claim.universal or len(self.tasks) < 2:
             return effects

@@ -120,7 +120,7 @@ def _markdown(inputs: Inputs, out: Path, pictures: Pictures) -> dict[str, str]:
 
 
 def _content(inputs: Inputs) -> dict[str, Any]:
-    """What the template speaks of."""
+    """The values that the template shows."""
     read = inputs.read
     preset = (read.results[0].recipe or "").partition("/")[0]
     models: dict[str, list[Any]] = {}
