@@ -259,33 +259,26 @@ def marker_table(lines: Lines) -> list[str]:
     """Other markers, 128 tokens: exact match in % of models that were not trained for them."""
     rows = header("task, markers, text", *MODELS, "best shortcut")
     for task in dict(MAIN):
-        for condition in ("landmark", "decoy"):
-            for text in ("in_sight", "covered"):
-                cells = [
-                    Mean.of(
-                        lines.by_seed(model, task, condition=condition, text=text).tolist()
-                    ).shown()
-                    for model in MODELS
-                ]
-                shortcut = f"{100 * lines.shortcut(task, condition, 128):.1f}"
-                rows.append(row(f"{task}, {condition}, {text.replace('_', ' ')}", *cells, shortcut))
+        rows += condition_rows(lines, task, ("landmark", "decoy"))
     return rows
 
 
 def facts_table(lines: Lines) -> list[str]:
     """Facts for each landmark, list recall, 128 tokens, not trained for: exact match in %."""
-    rows = header("facts, text", *MODELS, "best shortcut")
-    for facts in (1, 2, 4, 8):
-        condition = f"facts_{facts}"
+    conditions = [f"facts_{facts}" for facts in (1, 2, 4, 8)]
+    rows = header("task, facts, text", *MODELS, "best shortcut")
+    return [*rows, *condition_rows(lines, "list_recall", conditions)]
+
+
+def condition_rows(lines: Lines, task: str, conditions: Sequence[str]) -> list[str]:
+    """A row for each condition of a task's prompts, with the text in sight and covered."""
+    rows = []
+    for condition in conditions:
+        shortcut = f"{100 * lines.shortcut(task, condition, 128):.1f}"
         for text in ("in_sight", "covered"):
-            cells = [
-                Mean.of(
-                    lines.by_seed(model, "list_recall", condition=condition, text=text).tolist()
-                ).shown()
-                for model in MODELS
-            ]
-            shortcut = f"{100 * lines.shortcut('list_recall', condition, 128):.1f}"
-            rows.append(row(f"{facts}, {text.replace('_', ' ')}", *cells, shortcut))
+            runs = [lines.by_seed(model, task, condition=condition, text=text) for model in MODELS]
+            cells = [Mean.of(of_model.tolist()).shown() for of_model in runs]
+            rows.append(row(f"{task}, {condition}, {text.replace('_', ' ')}", *cells, shortcut))
     return rows
 
 

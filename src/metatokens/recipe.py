@@ -129,7 +129,7 @@ class TrainingSettings(TrainerSettings):
     # held-out split, or fewer, so that training reads about twice as many items as they measure (`measured_every`).
     eval_steps: AtLeastZero | None = None
     use_cpu: bool = False  # even if there is a GPU
-    # Of a retrofitted model: train the base too, not only what was added to it.
+    # Train the base of a retrofitted model too, not only what was added to it.
     train_base: bool = False
     # Rank of LoRA adapters, which train instead of the linear layers and are merged into them at the end; 0: none.
     lora_rank: AtLeastZero = 0
@@ -214,7 +214,7 @@ class TaskSettings(_Settings):
     stages: tuple[
         CurriculumSettings, ...
     ] = ()  # phases before these, on prompts of at most the first length
-    # Of each train length; None: training.max_steps each.
+    # Steps for each train length; None: training.max_steps each.
     train_steps: tuple[Positive, ...] | None = None
     condition: Literal["paper", "landmark", "decoy", Facts] = "paper"
     # landmarks: the question sees the meta-tokens of its document alone (`LandmarksAlone`). None: all of it.

@@ -98,7 +98,7 @@ def meta_attention_form(
 
 
 def _without_sliding_window(attention_mask: Any) -> Any:
-    """Of a dictionary of masks by kind of layer, that of layers without a sliding window; any other mask as it is."""
+    """The mask of layers without a sliding window, if there are masks by kind of layer; any other mask unchanged."""
     is_by_kind = isinstance(attention_mask, dict)
     return attention_mask.get("full_attention") if is_by_kind else attention_mask
 

@@ -92,7 +92,7 @@ def effect(strata: Sequence[Stratum], level: float = LEVEL) -> Effect:
     strata_by_task = Counter(stratum.task for stratum in strata)
     value = 0.0
     prompt_errors = dict.fromkeys(strata_by_task, 0.0)
-    # What each seed adds to the deviation of a side's mean; the tasks of a seed are not independent.
+    # A seed adds so much to the deviation of a side's mean; the tasks of a seed are not independent.
     deviations: defaultdict[int, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
     for stratum in strata:
         weight = 1 / len(strata_by_task) / strata_by_task[stratum.task]

@@ -53,7 +53,7 @@ class Pass:
 
 
 class _State:
-    """What runs at present: the innermost pass, and the block whose injection point comes next.
+    """The innermost pass that runs at present, and the block whose injection point comes next.
 
     Passes nest, since a hook may run a model inside a pass of another model, or of the same one. So each pass and each
     block puts back what it found here when it ends, by an exception too.
