@@ -40,6 +40,15 @@ def physical_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def has_fast_bfloat16() -> bool:
+    """Whether this machine computes in bfloat16 faster than in float32."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported()
+
+
 def worker_context(module: str) -> BaseContext:
     """How to start workers: on Linux as forks of a server process that has imported a module and computes nothing.
 

@@ -1,6 +1,7 @@
 """Recipes: the settings of a run, typed and strict, read from YAML; `--set a.b=c` overrides one of them.
 
-A recipe of `pretrain` has the sections `data`, `model` and `training`; one of `finetune` has `task` and `training`.
+A recipe of `pretrain` has the sections `data`, `model` and `training`; one of `finetune` has `task` and `training`; one
+of `shrink` has `cache`, `mixture`, `tests` and `training`.
 Bundled recipes are named without a path: `demo`, `demo_finetune`, `paper`, ...
 """
 
@@ -306,6 +307,59 @@ class FinetuneRecipe(_Settings):
         return self.task.train_steps or (self.training.max_steps,) * len(self.task.train_lengths)
 
 
+class CacheSettings(_Settings):
+    """What is kept of a text (`metatokens shrink`)."""
+
+    keep: Annotated[float, Field(gt=0, lt=1)] = (
+        0.125  # the share of the keys and values of a text of this length
+    )
+    length: Positive = 4096  # tokens, at most the model's limit
+    # The blocks that keep everything. None: as many of those that need it most as take half of the share.
+    full_layers: list[AtLeastZero] | None = None
+    full_blocks: AtLeastZero | None = None  # how many to choose, in place of that number
+    # Where meta-tokens are inserted, which are kept too; a rule for landmarks, see `Landmarks`.
+    landmarks: Annotated[str, AfterValidator(landmark_rule)] | None = None
+
+
+class MixtureSettings(_Settings):
+    """What `metatokens shrink` trains on."""
+
+    tokens: Positive = 2048  # of a batch
+    longest: Annotated[int, Field(ge=128)] = (
+        2048  # tokens of a text, at most half of the model's limit
+    )
+    prose_share: Annotated[float, Field(ge=0, lt=1)] = 1 / 3  # of the batches
+
+
+class ShrinkTestSettings(_Settings):
+    """What `metatokens shrink` measures."""
+
+    texts: dict[
+        Positive, Positive
+    ]  # with new look-ups, by length in tokens; those up to the model's limit are used
+    excerpts: Positive  # of prose, as long as the longest text of the training
+    choosing: Positive  # texts to choose blocks by
+    cost_lengths: tuple[Positive, ...]
+    cost_rounds: Positive
+
+
+class ShrinkRecipe(_Settings):
+    """Settings of `metatokens shrink`."""
+
+    cache: CacheSettings = CacheSettings()
+    mixture: MixtureSettings = MixtureSettings()
+    tests: ShrinkTestSettings
+    training: TrainingSettings
+
+    @model_validator(mode="after")
+    def _has_no_other_window(self) -> "ShrinkRecipe":
+        if self.training.text_window is not None or self.training.teacher is not None:
+            raise ValueError(
+                "training.text_window and training.teacher are not for shrink: cache.keep decides the window"
+            )
+        return self
+
+
 @dataclass(frozen=True)
 class Phase:
     """A part of a fine-tuning, which starts from the model of the phase before it and writes a checkpoint."""
@@ -330,14 +384,14 @@ class Phase:
         return self.curriculum.bracket_loss if self.curriculum else None
 
 
-Recipe = TypeVar("Recipe", PretrainRecipe, FinetuneRecipe)
+Recipe = TypeVar("Recipe", PretrainRecipe, FinetuneRecipe, ShrinkRecipe)
 
 
 def load_recipe(kind: type[Recipe], source: str, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe and apply overrides.
 
     Args:
-        kind: `PretrainRecipe` or `FinetuneRecipe`.
+        kind: `PretrainRecipe`, `FinetuneRecipe` or `ShrinkRecipe`.
         source: path of a YAML file, or the name of a bundled recipe.
         overrides: strings such as `training.max_steps=60`; values are read as YAML.
 

@@ -19,6 +19,7 @@ from metatokens.cli.look_commands import generate, look, sample
 from metatokens.cli.measure_commands import analyze, evaluate, perplexity
 from metatokens.cli.output import say
 from metatokens.cli.report_commands import report, reproduce
+from metatokens.cli.shrink_command import shrink
 from metatokens.cli.train_commands import extend, finetune, pretrain, retrofit, tokenize
 from metatokens.errors import UserError
 from metatokens.machine import keep_freed_memory, process_count
@@ -27,6 +28,7 @@ from metatokens.machine import keep_freed_memory, process_count
 PANELS = {
     "Everything in order": (reproduce,),
     "Train": (tokenize, pretrain, retrofit, extend, finetune),
+    "A smaller cache": (shrink,),
     "Look": (sample, generate, look),
     "Measure": (evaluate, perplexity, analyze),
     "Report": (report,),

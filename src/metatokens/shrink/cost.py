@@ -1,0 +1,94 @@
+"""What a cache costs: its bytes, and tokens a second, next to the full cache, side by side."""
+
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import BaseModel
+
+from metatokens.retrofit.text_window import apply_text_window, text_window_of
+from metatokens.shrink.answering import read
+
+NEW = 32  # tokens by which a text is continued
+
+
+class Cost(BaseModel):
+    """What the cache of a text costs.
+
+    Attributes:
+        cache: `full` or `shrunk`.
+        length: tokens of the text.
+        cache_bytes: after the text and its continuation.
+        read_per_second: tokens of the text.
+        new_per_second: tokens of its continuation.
+        device: cpu or cuda.
+        threads: of the processor.
+    """
+
+    cache: str
+    length: int
+    cache_bytes: int
+    read_per_second: float
+    new_per_second: float
+    device: str
+    threads: int
+
+
+def costs(model: Any, text: npt.NDArray[np.int64], length: int, rounds: int) -> list[Cost]:
+    """The cost of the full cache and of the model's own, in the mean of rounds, which take turns.
+
+    Args:
+        model: with a text window.
+        text: ids, (tokens,), repeated up to the length; a model's limit does not matter here.
+        length: tokens.
+        rounds: of each, after one that warms up.
+    """
+    ids = np.resize(text, length).tolist()
+    window = text_window_of(model.config)
+    seconds: dict[str, list[tuple[float, float]]] = {"full": [], "shrunk": []}
+    sizes: dict[str, int] = {}
+    for _ in range(rounds + 1):
+        for cache, measured in seconds.items():
+            apply_text_window(model, **(window if cache == "shrunk" else {"window": None}))
+            reading, writing, sizes[cache] = _timed(model, ids)
+            measured.append((reading, writing))
+    apply_text_window(model, **window)
+    costs_of_caches = []
+    for cache, measured in seconds.items():
+        reading, writing = np.mean(measured[1:], axis=0)
+        costs_of_caches.append(
+            Cost(
+                cache=cache,
+                length=length,
+                cache_bytes=sizes[cache],
+                read_per_second=round(length / reading, 1),
+                new_per_second=round(NEW / writing, 2),
+                device=model.device.type,
+                threads=torch.get_num_threads(),
+            )
+        )
+    return costs_of_caches
+
+
+@torch.inference_mode()
+def _timed(model: Any, ids: list[int]) -> tuple[float, float, int]:
+    """Seconds to read a text and to continue it, and the bytes of the cache."""
+    start = _now(model)
+    cache = read(model, ids)
+    middle = _now(model)
+    token = torch.tensor([ids[-1:]], device=model.device)
+    for _ in range(NEW):
+        output = model(token, past_key_values=cache, use_cache=True)
+        token = output.logits[:, -1:].argmax(dim=-1)
+    end = _now(model)
+    layers = cache.layers[: model.config.get_text_config().num_hidden_layers]
+    size = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    return middle - start, end - middle, size
+
+
+def _now(model: Any) -> float:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()

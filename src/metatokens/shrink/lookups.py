@@ -1,0 +1,272 @@
+"""Look-ups: a text with facts in it, and questions after its end that ask for them."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import chain, pairwise
+from pathlib import Path
+from string import Formatter
+from typing import Any
+
+import numpy as np
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from transformers import PreTrainedTokenizerBase
+
+from metatokens.data.tokenizer import beginning_of, encode_text, encode_with_control
+from metatokens.errors import UserError, broken_rule
+from metatokens.recipe import parse_yaml
+from metatokens.shrink.texts import Entities, Prose
+
+KINDS = ("statement", "question", "keys", "several")
+PASSAGE = "passage"  # the kind of look-up that repeats a passage of the text
+CHAT = "chat"  # and that of questions which are asked in the model's own form of a conversation
+CUE, REPEATED = 12, 8  # tokens of a passage that are given, and that the model has to add
+_PLACEHOLDER = re.compile("(name|word|number)[0-9]*")
+_TURN = "\ufdd1"  # stands for a message in a chat template
+
+
+class Form(BaseModel):
+    """How something is stated, and how it is asked for; forms.yaml explains the fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: str
+    state: tuple[str, ...]
+    ask: str
+    answer: str
+
+    @field_validator("state", mode="before")
+    @classmethod
+    def _as_several(cls, state: Any) -> Any:
+        return (state,) if isinstance(state, str) else tuple(state)
+
+    @property
+    def placeholders(self) -> list[str]:
+        """The names of all placeholders, each once."""
+        texts = "".join([*self.state, self.ask, self.answer])
+        names = [name for _, name, _, _ in Formatter().parse(texts) if name is not None]
+        return list(dict.fromkeys(names))
+
+
+Forms = dict[str, tuple[Form, ...]]  # by purpose, `train` and `test`
+
+
+def read_forms(file: Path | None = None) -> Forms:
+    """The forms of the package, and those of a user's file of the same shape.
+
+    Raises:
+        UserError: if the file cannot be read, or a form is not as forms.yaml explains.
+    """
+    packaged = (files("metatokens.shrink") / "forms.yaml").read_text(encoding="utf-8")
+    forms = _parsed(packaged)
+    if file is None:
+        return forms
+    try:
+        further = _parsed(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, TypeError) as error:
+        raise UserError(f"{file} holds no forms of look-ups: {error}.") from error
+    return {purpose: forms[purpose] + further.get(purpose, ()) for purpose in forms}
+
+
+def _parsed(text: str) -> Forms:
+    forms: Forms = {}
+    for purpose, by_kind in parse_yaml(text).items():
+        if purpose not in ("train", "test"):
+            raise UserError(f"forms are for train or test, not for {purpose!r}.")
+        of_purpose = [_form(kind, fields) for kind, listed in by_kind.items() for fields in listed]
+        forms[purpose] = tuple(of_purpose)
+    return forms
+
+
+def _form(kind: str, fields: dict[str, Any]) -> Form:
+    try:
+        form = Form(kind=kind, **fields)
+        unknown = [name for name in form.placeholders if not _PLACEHOLDER.fullmatch(name)]
+    except (ValidationError, ValueError) as error:
+        reason = broken_rule(error) if isinstance(error, ValidationError) else str(error)
+        raise UserError(f"the form {fields} cannot be used: {reason}.") from error
+    if unknown:
+        raise UserError(
+            f"the form {form.ask!r} has the placeholder {{{unknown[0]}}}; there are name, word and number."
+        )
+    return form
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about a text.
+
+    Attributes:
+        kind: of its form.
+        ids: of the question, which follow the text or an earlier question and its answer.
+        answer: its ids.
+        closing: ids that end the answer's turn, before a further question.
+    """
+
+    kind: str
+    ids: list[int]
+    answer: list[int]
+    closing: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A text and questions about it."""
+
+    text: list[int]
+    questions: list[Question]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What a chat template puts before a message, before an answer, and between an answer and the next message, as ids."""
+
+    opening: list[int]
+    answering: list[int]
+    closing: list[int]
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "Turns | None":
+        """Those of a tokenizer; None if it has no chat template, or one that puts other things around other messages."""
+        if tokenizer.chat_template is None:
+            return None
+        roles = ("user", "assistant", "user")
+        messages = [{"role": role, "content": _TURN} for role in roles]
+        rendered = str(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        )
+        parts = rendered.split(_TURN)
+        if len(parts) != len(roles) + 1:
+            return None
+        opening, answering, closing, last = (
+            encode_with_control(tokenizer, part, continues=bool(number))
+            for number, part in enumerate(parts)
+        )
+        return cls(opening, answering, closing) if answering == last else None
+
+
+class Lookups:
+    """Draws texts with facts, and questions about them.
+
+    Args:
+        tokenizer: the model's.
+        prose: what the facts are put into.
+        entities: what they are about.
+        forms: how they are stated and asked for.
+        turns: the model's form of a conversation, if it has one.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prose: Prose,
+        entities: Entities,
+        forms: Sequence[Form],
+        turns: Turns | None,
+    ):
+        self.tokenizer, self.prose, self.entities = tokenizer, prose, entities
+        self.forms, self.turns = forms, turns
+        self._beginning = beginning_of(tokenizer)
+
+    def draw(
+        self,
+        generator: np.random.Generator,
+        *,
+        length: int,
+        beyond: int,
+        forms: Sequence[Form],
+        facts: int,
+        chat: bool = False,
+    ) -> Asked:
+        """A text with facts, and a question for each.
+
+        Args:
+            generator: of everything that is drawn.
+            length: tokens of the text.
+            beyond: the fewest tokens between the end of the last fact and that of the text; less if the text is short.
+            forms: the facts take them in turn.
+            facts: how many.
+            chat: the text is the beginning of a user's message, and each question ends one.
+        """
+        if chat and self.turns is None:
+            raise ValueError("the model has no chat template")
+        stated, questions = self._facts(generator, forms, facts, chat)
+        opening = self.turns.opening if self.turns and chat else self._beginning
+        size = length - len(opening) - sum(map(len, stated))
+        start = self._start(generator, size)
+        text = self.prose.ids[start : start + size]
+        ends = self.prose.ends
+        is_inside = (ends >= start) & (ends < start + size - min(beyond, size // 2))
+        insertion_points = np.append(ends[is_inside] - start + 1, 0)
+        cuts = sorted(generator.choice(insertion_points, len(stated)).tolist())
+        pieces = [text[first:last].tolist() for first, last in pairwise([0, *cuts, size])]
+        with_facts = chain.from_iterable(zip(pieces, [*stated, []], strict=True))
+        whole = [*opening, *chain.from_iterable(with_facts)]
+        order = generator.permutation(len(questions))
+        return Asked(whole, [questions[number] for number in order])
+
+    def passage(self, generator: np.random.Generator, asked: Asked, beyond: int) -> Question:
+        """Ask for a passage of a text that is `beyond` tokens or more before its end: its beginning is given."""
+        size = CUE + REPEATED
+        last = max(1, len(asked.text) - beyond - size)
+        start = int(generator.integers(last))
+        passage = asked.text[start : start + size]
+        line_end = encode_text(self.tokenizer, ["\n"], continues=True)[0]
+        return Question(PASSAGE, [*line_end, *passage[:CUE]], passage[CUE:])
+
+    def _start(self, generator: np.random.Generator, size: int) -> int:
+        """Where prose of so many tokens may begin: after a sentence."""
+        starts = self.prose.ends[self.prose.ends < len(self.prose.ids) - size - 1]
+        return int(generator.choice(starts)) + 1 if len(starts) else 0
+
+    def _facts(
+        self, generator: np.random.Generator, forms: Sequence[Form], count: int, chat: bool
+    ) -> tuple[list[list[int]], list[Question]]:
+        """The ids of all sentences that state something, and the questions."""
+        drawn = self._drawn(generator)
+        texts: list[tuple[str, str, list[str]]] = []
+        kinds: list[str] = []
+        for number in range(count):
+            form = forms[number % len(forms)]
+            values = {name: next(drawn[name.rstrip("0123456789")]) for name in form.placeholders}
+            stated = [sentence.format_map(values) for sentence in form.state]
+            texts.append((form.ask.format_map(values), form.answer.format_map(values), stated))
+            kinds.append(form.kind)
+        # Sentences of one fact stay in their order, wherever those of others come.
+        owners = [number for number, (_, _, stated) in enumerate(texts) for _ in stated]
+        remaining = [self._encoded(stated) for _, _, stated in texts]
+        sentences = [remaining[owner].pop(0) for owner in generator.permutation(owners)]
+        questions = [
+            self._chat_question(ask, answer) if chat else self._question(kind, ask, answer)
+            for kind, (ask, answer, _) in zip(kinds, texts, strict=True)
+        ]
+        return sentences, questions
+
+    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
+        return encode_text(self.tokenizer, texts, continues=True)
+
+    def _question(self, kind: str, ask: str, answer: str) -> Question:
+        question_ids, answer_ids = self._encoded([ask, answer])
+        return Question(kind, question_ids, answer_ids)
+
+    def _chat_question(self, ask: str, answer: str) -> Question:
+        """The question as the end of a user's message, without what would begin the answer."""
+        assert self.turns is not None
+        question, mark, _ = ask.partition("?")
+        question_ids, answer_ids = self._encoded([question + mark, answer.lstrip()])
+        return Question(
+            CHAT,
+            [*question_ids, *self.turns.answering],
+            answer_ids,
+            closing=tuple(self.turns.closing),
+        )
+
+    def _drawn(self, generator: np.random.Generator) -> dict[str, Iterator[Any]]:
+        """What placeholders stand for, without repetition."""
+        return {
+            "name": iter(generator.permutation(self.entities.names).tolist()),
+            "word": iter(generator.permutation(self.entities.words).tolist()),
+            "number": iter(generator.choice(np.arange(100, 10_000), 64, replace=False).tolist()),
+        }

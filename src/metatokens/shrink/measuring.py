@@ -1,0 +1,179 @@
+"""What a model finds in a text, by the form of the look-up and the length of the text, and how it predicts prose."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+from metatokens.data.landmarks import Landmarks
+from metatokens.decoder import logits_at, measure_cache_share
+from metatokens.evaluation.intervals import normal_interval, wilson_interval
+from metatokens.records import Result, pack_hits
+from metatokens.shrink.answering import answer_logits, is_answered, read
+from metatokens.shrink.lookups import KINDS, Asked, Form, Lookups, Question
+
+FACTS_OF_A_FORM = 4  # in a test text: so naming any value that was stated in that form is right in a quarter of cases
+SEED = 2026  # of all tests
+ROOM = 64  # tokens of a length that are for a question and its answer
+TRAINED = "trained form"  # the kind of look-ups whose form was trained, about other names and words
+
+
+@dataclass(frozen=True)
+class Tests:
+    """What every model is measured on.
+
+    Attributes:
+        asked: texts with questions, by length; None: a user's own.
+        excerpts: held-out prose, (tokens,) each.
+    """
+
+    asked: Mapping[int | None, Sequence[Asked]]
+    excerpts: Sequence[Sequence[int]]
+
+
+def draw_tests(
+    lookups: Lookups,
+    trained: Sequence[Form],
+    texts: Mapping[int, int],
+    *,
+    beyond: int,
+    user_questions: Sequence[Asked],
+    excerpts: int,
+    excerpt_length: int,
+) -> Tests:
+    """Draw the tests.
+
+    Args:
+        lookups: of the test split and its forms.
+        trained: forms that are trained.
+        texts: by length, the number of texts whose forms are not trained; half as many have trained forms, and half as
+            many are asked about in a chat.
+        beyond: tokens between each fact and the end of the text at least.
+        user_questions: a user's held-out questions.
+        excerpts: of prose.
+        excerpt_length: tokens.
+    """
+    asked: dict[int | None, list[Asked]] = {None: list(user_questions)} if user_questions else {}
+    for length, count in texts.items():
+        asked[length] = []
+        for number in range(count):
+            generator = np.random.default_rng([SEED, length, number])
+            new = lookups.draw(
+                generator,
+                length=length - ROOM,
+                beyond=beyond,
+                forms=_one_of_each_kind(lookups.forms, number),
+                facts=FACTS_OF_A_FORM * len(KINDS),
+            )
+            passage = lookups.passage(generator, new, beyond)
+            asked[length].append(Asked(new.text, [*new.questions, passage]))
+            if number % 2 == 0:
+                known = lookups.draw(
+                    generator,
+                    length=length - ROOM,
+                    beyond=beyond,
+                    forms=_one_of_each_kind(trained, number // 2),
+                    facts=FACTS_OF_A_FORM * len(KINDS),
+                )
+                questions = [Question(TRAINED, q.ids, q.answer) for q in known.questions]
+                asked[length].append(Asked(known.text, questions))
+            if number % 2 == 0 and lookups.turns is not None:
+                in_chat = [form for form in lookups.forms if form.kind == "question"]
+                chat = lookups.draw(
+                    generator,
+                    length=length - ROOM,
+                    beyond=beyond,
+                    forms=[in_chat[number // 2 % len(in_chat)]],
+                    facts=2 * FACTS_OF_A_FORM,
+                    chat=True,
+                )
+                asked[length].append(chat)
+    return Tests(asked, lookups.prose.excerpts(excerpts, excerpt_length))
+
+
+def _one_of_each_kind(forms: Sequence[Form], number: int) -> list[Form]:
+    """A form of each kind, another one for another number."""
+    by_kind: defaultdict[str, list[Form]] = defaultdict(list)
+    for form in forms:
+        by_kind[form.kind].append(form)
+    return [by_kind[kind][number % len(by_kind[kind])] for kind in KINDS]
+
+
+class Measuring:
+    """Measures one model.
+
+    Args:
+        model: in evaluation mode.
+        name: of the model, for the results.
+        seed: of its training.
+        landmarks: where meta-tokens are inserted, if anywhere.
+    """
+
+    def __init__(self, model: Any, name: str, *, seed: int, landmarks: Landmarks | None = None):
+        self.model, self.name, self.seed, self.landmarks = model, name, seed, landmarks
+
+    def results(self, tests: Tests) -> Iterator[Result]:
+        """The share of look-ups that are answered exactly, by length and kind; then the perplexity of each excerpt."""
+        for length, texts in tests.asked.items():
+            yield from self._lookups(length, texts)
+        for number, excerpt in enumerate(tests.excerpts):
+            yield self._perplexity(number, excerpt)
+
+    def _lookups(self, length: int | None, texts: Sequence[Asked]) -> Iterator[Result]:
+        hits: defaultdict[str, list[bool]] = defaultdict(list)
+        rows = []
+        for asked in texts:
+            ids = self._with_landmarks(asked.text)
+            rows.append(ids)
+            cache = read(self.model, ids)
+            for question in asked.questions:
+                logits = answer_logits(self.model, cache, question, self.landmarks)
+                hits[question.kind].append(is_answered(logits, question))
+        share = measure_cache_share(self.model, rows)
+        for kind, answered in hits.items():
+            low, high = wilson_interval(sum(answered), len(answered))
+            yield Result(
+                model=self.name,
+                seed=self.seed,
+                task=kind,
+                length=length,
+                metric="exact_match",
+                value=sum(answered) / len(answered),
+                n=len(answered),
+                low=low,
+                high=high,
+                hits=pack_hits(answered),
+                **share,
+            )
+
+    @torch.inference_mode()
+    def _perplexity(self, number: int, excerpt: Sequence[int]) -> Result:
+        """The perplexity of an excerpt's second half."""
+        ids = torch.tensor(self._with_landmarks(excerpt), device=self.model.device)
+        is_text = ids != self.model.config.meta_token_id
+        scored = is_text.nonzero()[len(excerpt) // 2 :, 0]
+        chosen = torch.zeros_like(is_text).index_fill(0, scored - 1, True)
+        logits = torch.cat([*logits_at(self.model, ids[None], chosen[None])]).float()
+        losses = cross_entropy(logits, ids[scored], reduction="none")
+        mean = losses.mean().item()
+        low, high = normal_interval(mean, losses.std().item() / math.sqrt(len(losses)))
+        return Result(
+            model=self.name,
+            seed=self.seed,
+            text=f"excerpt {number}",
+            length=len(excerpt),
+            metric="perplexity",
+            value=math.exp(mean),
+            low=math.exp(low),
+            high=math.exp(high),
+            n=len(losses),
+            **measure_cache_share(self.model, [ids.tolist()]),
+        )
+
+    def _with_landmarks(self, ids: Sequence[int]) -> list[int]:
+        return list(ids) if self.landmarks is None else self.landmarks.insert_into(ids)

@@ -1,0 +1,133 @@
+"""What a model is trained on: prose, look-ups of all forms and lengths, and a user's own questions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from metatokens.data.insertion import IGNORED_LABEL
+from metatokens.data.landmarks import Landmarks
+from metatokens.shrink.lookups import Asked, Lookups
+from metatokens.tasks.example import Encoded
+
+SHORTEST = 128  # tokens of a text with look-ups
+TOKENS_PER_FACT = 40  # of a text at least
+MOST_FACTS = 20  # in a text
+MOST_FORMS = 4  # of the facts of a text: so several facts have one form, and only their names tell them apart
+CHAT_SHARE = 0.25  # of the texts with look-ups, if the model has a chat template
+USER_SHARE = 0.25  # of the steps with look-ups, if the user gives questions
+
+Row = tuple[list[int], list[int]]  # the ids of a text, and the indices of those that count
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The batches of a training, one an index: `input_ids` and `labels`, (rows, length) each.
+
+    A batch is prose, in which every token counts; or texts with look-ups, in which the answers count. These texts have
+    one length: the longest, or a half, a quarter, ... of it. Batches have about equally many tokens.
+
+    Attributes:
+        lookups: of the training split.
+        steps: batches.
+        tokens: of a batch.
+        longest: tokens of the longest texts.
+        beyond: the fewest tokens between a fact and the end of its text, if the text is long enough.
+        prose_share: of the batches.
+        seed: of all draws.
+        user_records: the user's own questions.
+        landmarks: where meta-tokens are inserted, if anywhere.
+    """
+
+    lookups: Lookups
+    steps: int
+    tokens: int
+    longest: int
+    beyond: int
+    prose_share: float
+    seed: int
+    user_records: Sequence[Encoded] = ()
+    landmarks: Landmarks | None = None
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, step: int) -> dict[str, Tensor]:
+        generator = np.random.default_rng([self.seed, step])
+        # Evenly spread, so that every stretch of the training has both kinds.
+        is_prose = int((step + 1) * self.prose_share) > int(step * self.prose_share)
+        if is_prose:
+            rows = [self._prose_row(generator) for _ in range(self._rows(self.longest))]
+        elif self.user_records and generator.random() < USER_SHARE:
+            rows = self._user_rows(generator)
+        else:
+            doublings = int(np.log2(self.longest / SHORTEST))
+            length = self.longest // 2 ** int(generator.integers(doublings + 1))
+            rows = [self._lookup_row(generator, length) for _ in range(self._rows(length))]
+        return _batch([self._with_landmarks(ids, scored) for ids, scored in rows])
+
+    def _rows(self, length: int) -> int:
+        return max(1, self.tokens // length)
+
+    def _prose_row(self, generator: np.random.Generator) -> Row:
+        ids = self.lookups.prose.excerpt(generator, self.longest)
+        return ids, list(range(1, len(ids)))
+
+    def _user_rows(self, generator: np.random.Generator) -> list[Row]:
+        rows: list[Row] = []
+        tokens = 0
+        while not rows or tokens < self.tokens:
+            record = self.user_records[int(generator.integers(len(self.user_records)))]
+            ids = list(record.input_ids)
+            rows.append((ids, list(range(record.answer_start, len(ids)))))
+            tokens += len(ids)
+        return rows
+
+    def _lookup_row(self, generator: np.random.Generator, length: int) -> Row:
+        has_turns = self.lookups.turns is not None
+        facts = int(generator.integers(2, max(3, min(MOST_FACTS, length // TOKENS_PER_FACT) + 1)))
+        number_of_forms = int(generator.integers(1, MOST_FORMS + 1))
+        chosen = generator.choice(len(self.lookups.forms), number_of_forms, replace=False)
+        asked = self.lookups.draw(
+            generator,
+            length=length,
+            beyond=self.beyond,
+            forms=[self.lookups.forms[number] for number in chosen],
+            facts=facts,
+            chat=has_turns and generator.random() < CHAT_SHARE,
+        )
+        passage = self.lookups.passage(generator, asked, self.beyond)
+        return scored_row(Asked(asked.text, [*asked.questions, passage]))
+
+    def _with_landmarks(self, ids: list[int], scored: list[int]) -> Row:
+        if self.landmarks is None:
+            return ids, scored
+        with_metas = np.array(self.landmarks.insert_into(ids))
+        text_positions = np.flatnonzero(with_metas != self.landmarks.meta_token_id)
+        return with_metas.tolist(), text_positions[scored].tolist()
+
+
+def scored_row(asked: Asked) -> Row:
+    """A text with its questions and answers one after another: the ids, and the indices of those of the answers."""
+    ids: list[int] = list(asked.text)
+    scored: list[int] = []
+    closing: tuple[int, ...] = ()
+    for question in asked.questions:
+        ids += [*closing, *question.ids]
+        scored += range(len(ids), len(ids) + len(question.answer))
+        ids += question.answer
+        closing = question.closing
+    return ids, scored
+
+
+def _batch(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """Rows padded on the right, where causal attention needs no mask."""
+    longest = max(len(ids) for ids, _ in rows)
+    input_ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+    labels = torch.full((len(rows), longest), IGNORED_LABEL)
+    for row, (ids, scored) in enumerate(rows):
+        input_ids[row, : len(ids)] = torch.tensor(ids)
+        labels[row, scored] = input_ids[row, scored]
+    return {"input_ids": input_ids, "labels": labels}

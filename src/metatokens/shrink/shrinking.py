@@ -1,0 +1,401 @@
+"""Shrink the cache of a model: choose full blocks, train, test, and write the page (`metatokens shrink`)."""
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import set_seed
+
+from metatokens.checkpoint import MANIFEST, load_base_and_tokenizer, load_model, weights_sha256
+from metatokens.data.landmarks import Landmarks
+from metatokens.decoder import own_blocks
+from metatokens.errors import UserError
+from metatokens.files import file_sha256, write_whole
+from metatokens.machine import has_fast_bfloat16
+from metatokens.recipe import WITHOUT_EFFECT, ShrinkRecipe
+from metatokens.records import Result, read_lines, stamped
+from metatokens.retrofit.injection import add_meta_attention
+from metatokens.retrofit.text_window import apply_text_window
+from metatokens.shrink.choosing import BlockLoss, losses_of_blocks, most_needed
+from metatokens.shrink.cost import Cost, costs
+from metatokens.shrink.lookups import Asked, Lookups, Question, Turns, read_forms
+from metatokens.shrink.measuring import Measuring, Tests, draw_tests
+from metatokens.shrink.mixture import MOST_FORMS, Mixture
+from metatokens.shrink.page import Findings, write_page
+from metatokens.shrink.texts import HELD_OUT_EVERY, UserText
+from metatokens.tasks.example import Encoded, read_examples
+from metatokens.training.run_folder import open_run
+from metatokens.training.trainer import Progress, train, unwatched
+
+SINKS = 4  # the first positions, which every block keeps
+FEWEST = 8  # positions of a window
+FACTS_TO_CHOOSE_BY = 12  # in a text
+USERS = "own"  # the kind of a user's questions
+
+# Shows the progress of a step, by its name.
+Watch = Callable[[str], AbstractContextManager[Progress]]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the cache of a model keeps of a text besides its sinks.
+
+    Attributes:
+        window: positions that each block keeps, but for the full ones; None: everything.
+        full_layers: the blocks that keep everything.
+    """
+
+    window: int | None
+    full_layers: list[int]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A model that is measured.
+
+    Attributes:
+        name: in the results.
+        folder: of the trained model, in the run's folder; None: the base as it is.
+        cache: what it keeps, in training too.
+    """
+
+    name: str
+    folder: str | None
+    cache: Kept
+
+
+SHRUNK = "shrunk"
+CONTROLS = ("full cache, trained alike", "a window alone, trained alike")
+
+
+def shrink(
+    recipe: ShrinkRecipe,
+    model: Path,
+    corpora: Sequence[str],
+    out: Path,
+    *,
+    forms: Path | None = None,
+    questions: Path | None = None,
+    controls: bool = True,
+    overwrite: bool = False,
+    watch: Watch = lambda name: nullcontext(unwatched),
+) -> Path:
+    """Train a model to keep a part of its cache, and measure what it still finds.
+
+    `out` then holds `model`, whose cache is smaller wherever it is loaded; `page.html`; and what was measured:
+    `blocks.json`, `results/` and `costs.json`. The same call goes on where it was cut off.
+
+    Args:
+        recipe: the settings.
+        model: a base, a folder or `hf:NAME`.
+        corpora: the user's text, as `read_corpus` takes it.
+        out: the run's folder.
+        forms: a YAML file with further forms of look-ups, as forms.yaml of this package.
+        questions: a JSON-lines file of the user's own records, trained on too; every tenth is held out.
+        controls: also train and measure the two models of CONTROLS, each of which takes as long.
+        overwrite: replace another run in `out`.
+        watch: shows the progress of each step.
+
+    Returns:
+        The page.
+
+    Raises:
+        UserError: if model, text and settings do not fit each other.
+    """
+    run = _Run(recipe, model, list(corpora), out, forms, questions)
+    with open_run(out, run.settings, overwrite=overwrite, inputs=[model, forms, questions]):
+        arms = run.arms(watch)
+        for arm in arms if controls else arms[:2]:
+            run.train(arm, watch)
+            run.measure(arm, watch)
+            if arm.name == SHRUNK:
+                run.measure_costs(arm, watch)
+                run.write_page()
+        return run.write_page()
+
+
+class _Run:
+    """The steps of a run; each leaves a file, and is skipped if that is there."""
+
+    def __init__(
+        self,
+        recipe: ShrinkRecipe,
+        model: Path,
+        corpora: list[str],
+        out: Path,
+        forms: Path | None,
+        questions: Path | None,
+    ):
+        self.recipe, self.model, self.corpora, self.out = recipe, model, corpora, out
+        self.forms, self.questions = read_forms(forms), questions
+        base, self.tokenizer = load_base_and_tokenizer(model)
+        self.limit = int(base.config.get_text_config().max_position_embeddings)
+        self.blocks = own_blocks(base.config)
+        self.settings = {
+            "verb": "shrink",
+            "recipe": recipe.model_dump(mode="json", exclude=WITHOUT_EFFECT),
+            "model_sha256": weights_sha256(Path(base.config.name_or_path)),
+            "corpora": corpora,
+            "forms": [form.model_dump() for purpose in self.forms.values() for form in purpose],
+            "questions_sha256": questions and file_sha256(questions),
+        }
+        apply_text_window(
+            add_meta_attention(base, self.tokenizer, layers=[]), 1
+        )  # refuses what cannot forget
+        self.longest = min(recipe.mixture.longest, self.limit // 2)
+        self.length = min(recipe.cache.length, self.limit)
+
+    def _base(self) -> Any:
+        """The base with a meta-token, on the device."""
+        base, _ = load_base_and_tokenizer(self.model)
+        return add_meta_attention(base, self.tokenizer, layers=[])
+
+    @cached_property
+    def landmarks(self) -> Landmarks | None:
+        """The rule of the meta-tokens."""
+        rule = self.recipe.cache.landmarks
+        return None if rule is None else Landmarks(self.tokenizer, rule)
+
+    @cached_property
+    def text(self) -> UserText:
+        """The user's text."""
+        lengths = [length for length in self.recipe.tests.texts if length <= self.limit]
+        return UserText(self.tokenizer, self.corpora, max([self.longest, *lengths]))
+
+    def lookups(self, split: str) -> Lookups:
+        """What draws look-ups of `train` or `test`, with its forms, names and words."""
+        prose = self.text.train if split == "train" else self.text.held_out
+        return Lookups(
+            self.tokenizer,
+            prose,
+            self.text.entities[split],
+            self.forms[split],
+            Turns.of(self.tokenizer),
+        )
+
+    def arms(self, watch: Watch) -> list[Arm]:
+        """The models to measure, the base and the shrunk one first."""
+        everything = Kept(None, [])
+        full_layers = self._full_layers(watch)
+        return [
+            Arm("full cache, as it was", None, everything),
+            Arm(SHRUNK, "model", Kept(self._window(len(full_layers)), full_layers)),
+            Arm(CONTROLS[0], "controls/full", everything),
+            Arm(CONTROLS[1], "controls/window", Kept(self._window(0), [])),
+        ]
+
+    def _window(self, full_blocks: int) -> int:
+        """The window with which the share is kept of a text of the length, next to so many full blocks."""
+        full_share = full_blocks / self.blocks
+        window = int((self.recipe.cache.keep - full_share) / (1 - full_share) * self.length) - SINKS
+        if window < FEWEST:
+            raise UserError(
+                f"a cache that keeps {self.recipe.cache.keep:.3g} of {self.length:,} tokens has no room for a window "
+                f"next to {full_blocks} full blocks of {self.blocks}: keep more, or fewer full blocks."
+            )
+        return window
+
+    @property
+    def _beyond(self) -> int:
+        """Tokens from a fact to the end of its text, at least: no window of this run reaches so far."""
+        return self._window(0) + FEWEST
+
+    def _full_layers(self, watch: Watch) -> list[int]:
+        """The blocks that keep everything: those of the recipe, or those that need it most by measurement."""
+        cache = self.recipe.cache
+        if cache.full_layers is not None:
+            return cache.full_layers
+        count = cache.full_blocks
+        if count is None:
+            count = max(1, round(self.blocks * cache.keep / 2))
+        return most_needed(self.block_losses(self._window(count), watch), count)
+
+    def block_losses(self, window: int, watch: Watch) -> list[BlockLoss]:
+        """What answers cost if a block forgets."""
+        file = self.out / "blocks.json"
+        if not file.exists():
+            lookups = self.lookups("train")
+            texts = [
+                _text_to_choose_by(lookups, number, min(512, self.longest), window)
+                for number in range(self.recipe.tests.choosing)
+            ]
+            model = _for_measuring(self._base())
+            with watch("choose blocks") as progress:
+                losses = losses_of_blocks(
+                    model, texts, window, lambda done, total: progress(done, total, {})
+                )
+            lines = [loss.model_dump() for loss in losses]
+            write_whole(file, json.dumps(lines, indent=1).encode())
+        return [BlockLoss(**line) for line in json.loads(file.read_text(encoding="utf-8"))]
+
+    def train(self, arm: Arm, watch: Watch) -> None:
+        """Train a model with what its cache keeps."""
+        if arm.folder is None or (self.out / arm.folder / MANIFEST).exists():
+            return
+        folder = self.out / arm.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        training = self.recipe.training
+        settings = training.model_copy(
+            update={
+                "bf16": training.bf16 or has_fast_bfloat16(),
+                "text_window": arm.cache.window,
+                "text_full_layers": arm.cache.full_layers or None,
+            }
+        )
+        mixture = Mixture(
+            self.lookups("train"),
+            steps=settings.max_steps,
+            tokens=self.recipe.mixture.tokens,
+            longest=self.longest,
+            beyond=self._beyond,
+            prose_share=self.recipe.mixture.prose_share,
+            seed=settings.seed,
+            user_records=self._user_records(is_held_out=False),
+            landmarks=self.landmarks,
+        )
+        set_seed(settings.seed)
+        with watch(f"train: {arm.name}") as progress:
+            train(
+                self._base(),
+                mixture,
+                self.tokenizer,
+                settings,
+                folder,
+                collator=_only_batch,
+                progress=progress,
+            )
+
+    @cached_property
+    def tests(self) -> Tests:
+        """What all models are measured on."""
+        texts = {
+            length: count
+            for length, count in self.recipe.tests.texts.items()
+            if length <= self.limit
+        }
+        return draw_tests(
+            self.lookups("test"),
+            self.forms["train"],
+            texts,
+            beyond=self._beyond,
+            user_questions=[_asked(record) for record in self._user_records(is_held_out=True)],
+            excerpts=self.recipe.tests.excerpts,
+            excerpt_length=self.longest,
+        )
+
+    def measure(self, arm: Arm, watch: Watch) -> None:
+        """Write what a model finds and predicts."""
+        file = self._results_file(arm.name)
+        if file.exists():
+            return
+        file.parent.mkdir(exist_ok=True)
+        model = _for_measuring(self._trained(arm))
+        measuring = Measuring(
+            model, arm.name, seed=self.recipe.training.seed, landmarks=self.landmarks
+        )
+        total = len(self.tests.asked) + len(self.tests.excerpts)
+        results: list[Result] = []
+        with watch(f"measure: {arm.name}") as progress:
+            for result in measuring.results(self.tests):
+                results.append(result)
+                progress(min(len(results), total), total, {})
+        lines = "".join(f"{result.line()}\n" for result in stamped(results))
+        write_whole(file, lines.encode())
+
+    def measure_costs(self, arm: Arm, watch: Watch) -> None:
+        """Write what the cache of the shrunk model costs, next to the full one."""
+        file = self.out / "costs.json"
+        if file.exists():
+            return
+        model = _for_measuring(self._trained(arm))
+        measured: list[Cost] = []
+        lengths = self.recipe.tests.cost_lengths
+        with watch("memory and speed") as progress:
+            for done, length in enumerate(lengths, start=1):
+                text = self.text.held_out.ids
+                measured += costs(model, text, length, self.recipe.tests.cost_rounds)
+                progress(done, len(lengths), {})
+        write_whole(file, json.dumps([cost.model_dump() for cost in measured], indent=1).encode())
+
+    def write_page(self) -> Path:
+        """Write the page of what is measured so far."""
+        names = ["full cache, as it was", SHRUNK, *CONTROLS]
+        results = [
+            result
+            for name in names
+            if self._results_file(name).exists()
+            for result in read_lines(self._results_file(name), Result)
+        ]
+        blocks = self.out / "blocks.json"
+        losses = json.loads(blocks.read_text(encoding="utf-8")) if blocks.exists() else []
+        cost_lines = json.loads((self.out / "costs.json").read_text(encoding="utf-8"))
+        findings = Findings(
+            results=results,
+            losses=[BlockLoss(**line) for line in losses],
+            costs=[Cost(**line) for line in cost_lines],
+            cache=asdict(load_kept(self.out / "model")),
+            out=self.out,
+            base=str(self.model),
+            length=self.length,
+        )
+        return write_page(findings, self.out / "page.html")
+
+    def _results_file(self, name: str) -> Path:
+        return self.out / "results" / f"{name.replace(', ', '-').replace(' ', '-')}.jsonl"
+
+    def _trained(self, arm: Arm) -> Any:
+        return self._base() if arm.folder is None else load_model(self.out / arm.folder)
+
+    def _user_records(self, *, is_held_out: bool) -> list[Encoded]:
+        """The user's own records to train on, or those to measure on."""
+        if self.questions is None:
+            return []
+        records = read_examples(self.questions, self.tokenizer)
+        return [
+            record
+            for number, record in enumerate(records, start=1)
+            if (number % HELD_OUT_EVERY == 0) == is_held_out
+        ]
+
+
+def load_kept(folder: Path) -> Kept:
+    """What the cache of a saved model keeps, by its configuration."""
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))["meta_attention"]
+    return Kept(settings["text_window"], settings["text_full_layers"] or [])
+
+
+def _text_to_choose_by(lookups: Lookups, number: int, length: int, window: int) -> Asked:
+    """A text with look-ups of several forms, for which a block has to remember."""
+    generator = np.random.default_rng(number)
+    chosen = generator.choice(len(lookups.forms), MOST_FORMS, replace=False)
+    return lookups.draw(
+        generator,
+        length=length,
+        beyond=window + FEWEST,
+        forms=[lookups.forms[form] for form in chosen],
+        facts=FACTS_TO_CHOOSE_BY,
+    )
+
+
+def _for_measuring(model: Any) -> Any:
+    """The model in evaluation mode, in bfloat16 where that is fast."""
+    return model.to(torch.bfloat16).eval() if has_fast_bfloat16() else model.eval()
+
+
+def _only_batch(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The one item of a batch, which a mixture gives whole."""
+    (batch,) = items
+    return batch
+
+
+def _asked(record: Encoded) -> Asked:
+    """A user's record as a text with one question, which is the last token of its prompt."""
+    ids = list(record.input_ids)
+    start = record.answer_start
+    return Asked(ids[: start - 1], [Question(USERS, ids[start - 1 : start], ids[start:-1])])

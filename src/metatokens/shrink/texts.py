@@ -1,0 +1,128 @@
+"""A user's text: prose to train and to measure on, and the names and words that look-ups are about."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from metatokens.data.corpus import read_corpus
+from metatokens.data.landmarks import Landmarks
+from metatokens.data.tokenizer import encode_documents
+from metatokens.errors import UserError
+from metatokens.recipe import Split
+from metatokens.tasks.content import split_of
+
+MOST_CHARACTERS = 50_000_000  # of a user's text; the rest is not read
+HELD_OUT_EVERY = 10  # of so many documents, the last is held out
+FEWEST_WORDS = 64  # of a split, and of the names of a split
+_WORD = re.compile(r"[^\W\d_]+")
+_NAME = re.compile(r"(?<=[a-z,;] )[A-Z][a-z]{2,}\b")  # within a sentence
+
+
+@dataclass(frozen=True)
+class Entities:
+    """What the placeholders of forms stand for, in one split; those of another split are others."""
+
+    names: Sequence[str]
+    words: Sequence[str]
+
+    @classmethod
+    def of(cls, documents: Sequence[str], split: Split) -> "Entities":
+        """The names and words of documents that belong to a split.
+
+        A name has a capital letter within a sentence, and seldom none. If there are few names, words stand in.
+
+        Raises:
+            UserError: if there are too few words.
+        """
+        text = "\n".join(documents)
+        counts = Counter(_WORD.findall(text))
+        names = {
+            name for name in _NAME.findall(text) if counts[name] > max(1, 4 * counts[name.lower()])
+        }
+        words = {
+            word
+            for word, count in counts.items()
+            if word.islower()
+            and 4 <= len(word) <= 9
+            and count > 1
+            and word.capitalize() not in names
+        }
+        of_split = [sorted(w for w in group if split_of(w) == split) for group in (names, words)]
+        chosen_names, chosen_words = of_split
+        if len(chosen_words) < FEWEST_WORDS:
+            raise UserError(
+                f"the text has {len(chosen_words)} words to ask for in the {split} split, and {FEWEST_WORDS} are "
+                "needed: give more text with --text."
+            )
+        if len(chosen_names) < FEWEST_WORDS:
+            chosen_names = [word.capitalize() for word in chosen_words]
+        return cls(chosen_names, chosen_words)
+
+
+class Prose:
+    """Documents as one row of token ids."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]):
+        encoded = encode_documents(tokenizer, list(documents))
+        self.ids = np.fromiter(chain.from_iterable(encoded), np.int64)
+        self._rule = Landmarks(tokenizer, "sentence")
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """The indices of the last tokens of sentences, (sentences,) int64."""
+        return np.flatnonzero(self._rule(self.ids))
+
+    def excerpt(self, generator: np.random.Generator, length: int) -> list[int]:
+        """A random excerpt of `length` tokens."""
+        start = int(generator.integers(len(self.ids) - length + 1))
+        return self.ids[start : start + length].tolist()
+
+    def excerpts(self, count: int, length: int) -> list[list[int]]:
+        """Excerpts of `length` tokens at equal distances."""
+        starts = np.linspace(0, len(self.ids) - length, count).astype(int)
+        return [self.ids[start : start + length].tolist() for start in starts]
+
+
+class UserText:
+    """What a user gives as text, cut into documents to train on and documents to measure on.
+
+    Attributes:
+        train: the prose to train on.
+        held_out: the prose to measure on.
+        entities: by split, `train` and `test`, what look-ups are about.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, corpora: Sequence[str], longest: int
+    ) -> None:
+        """Read the corpora, as `read_corpus` takes them.
+
+        Raises:
+            UserError: if a corpus cannot be read, or there is less text than two excerpts of `longest` tokens.
+        """
+        documents = list(_documents(corpora))
+        train = [text for i, text in enumerate(documents, 1) if i % HELD_OUT_EVERY]
+        held_out = documents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+        self.train, self.held_out = Prose(tokenizer, train), Prose(tokenizer, held_out)
+        for name, prose in (("to train on", self.train), ("held out", self.held_out)):
+            if len(prose.ids) < 2 * longest:
+                raise UserError(
+                    f"the text has {len(prose.ids):,} tokens {name}, of {len(documents)} documents, and "
+                    f"{2 * longest:,} are needed: give more text with --text, or lower --length."
+                )
+        self.entities = {split: Entities.of(documents, split) for split in ("train", "test")}
+
+
+def _documents(corpora: Sequence[str]) -> Iterable[str]:
+    characters = 0
+    for text in chain.from_iterable(map(read_corpus, corpora)):
+        yield text
+        characters += len(text)
+        if characters > MOST_CHARACTERS:
+            return
