@@ -121,7 +121,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Turns:
-    """What a chat template puts before a message, before an answer, and between an answer and the next message, as ids."""
+    """The ids that a chat template puts before a message, before an answer, and after an answer."""
 
     opening: list[int]
     answering: list[int]
@@ -129,7 +129,7 @@ class Turns:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> "Turns | None":
-        """Those of a tokenizer; None if it has no chat template, or one that puts other things around other messages."""
+        """Those of a tokenizer; None if its template is missing, or puts other things around other messages."""
         if tokenizer.chat_template is None:
             return None
         roles = ("user", "assistant", "user")
