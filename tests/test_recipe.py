@@ -163,19 +163,6 @@ def test_a_wrong_override_is_named_with_what_is_allowed(override, sentence):
 
 
 @pytest.mark.parametrize(
-    "other",
-    [
-        "task.question_sees=landmarks",
-        "task.stages=[{lists: [1, 2], items: [3, 4], max_steps: 5, bracket_loss: 2.0}]",
-    ],
-)
-def test_a_teacher_is_the_only_change_of_the_loss(other):
-    sentence = complaint(FinetuneRecipe, "demo_finetune", "training.teacher=base", other)
-
-    assert "training.teacher goes neither with task.question_sees nor with a stage's" in sentence
-
-
-@pytest.mark.parametrize(
     ("content", "sentence"),
     [
         ("", "must be a mapping of sections."),

@@ -140,10 +140,6 @@ class TrainingSettings(TrainerSettings):
     # The arguments of `set_text_window`: the window, and the layers that see everything. None: as before.
     text_window: Positive | None = None
     text_full_layers: list[AtLeastZero] | None = None
-    # base: the loss is the divergence from the model as it was, which sees all text and no meta-tokens, in place of the
-    # loss of the next token. Training must not change the base's weights: it needs a retrofitted model without
-    # train_base, or LoRA.
-    teacher: Literal["base"] | None = None
 
     @model_validator(mode="after")
     def _fit_each_other(self) -> "TrainingSettings":
@@ -262,10 +258,6 @@ class FinetuneRecipe(_Settings):
                 "a stage's drill or bracket_loss is for task.condition paper, whose markers bracket the answer, and "
                 f"task.condition is {task.condition}"
             )
-        if training.teacher and (task.question_sees or has_bracket_loss):
-            raise ValueError(
-                "training.teacher goes neither with task.question_sees nor with a stage's bracket_loss"
-            )
         if has_bracket_loss and training.torch_compile:
             raise ValueError(
                 "a stage's bracket_loss reads the states after each block, which training.torch_compile hides"
@@ -353,9 +345,9 @@ class ShrinkRecipe(_Settings):
 
     @model_validator(mode="after")
     def _has_no_other_window(self) -> "ShrinkRecipe":
-        if self.training.text_window is not None or self.training.teacher is not None:
+        if self.training.text_window is not None:
             raise ValueError(
-                "training.text_window and training.teacher are not for shrink: cache.keep decides the window"
+                "training.text_window is not for shrink: cache.keep decides the window"
             )
         return self
 

@@ -66,22 +66,6 @@ def text_window_of(config: Any) -> dict[str, Any]:
     return {name: getattr(config, field) for name, field in names.items() if hasattr(config, field)}
 
 
-@contextmanager
-def without_text_window(model: Any) -> Iterator[None]:
-    """Have a model see all text, whatever its window is."""
-    config = model.config
-    if isinstance(config, MetaConfig):
-        with _with_fields(config, text_window=None):
-            yield
-        return
-    before = config.text_window
-    config.text_window = None
-    try:
-        yield
-    finally:
-        config.text_window = before
-
-
 def apply_text_window(
     model: PreTrainedModel,
     window: int | None,

@@ -36,7 +36,6 @@ from metatokens.retrofit.layers import added_parameters
 from metatokens.retrofit.text_window import apply_text_window
 from metatokens.training.batches import WithLogitsToKeep, WithPositions
 from metatokens.training.bracket_loss import bracket_loss
-from metatokens.training.distillation import divergence
 from metatokens.training.lora import with_lora
 from metatokens.training.muon import MuonWithAdamW, block_matrices
 from metatokens.training.positions import position_jumps
@@ -57,7 +56,7 @@ def unwatched(done: int, total: int, figures: Figures) -> None:
 
 
 class MetaTokenTrainer(Trainer):
-    """The Trainer, with a part of a longer schedule (paper: 200k of 600k steps), Muon, or the loss of a teacher.
+    """The Trainer, with a part of a longer schedule (paper: 200k of 600k steps), or Muon.
 
     It stops before an update whose gradient is not finite. Its checkpoints leave out a base that is not trained.
     """
@@ -112,20 +111,6 @@ class MetaTokenTrainer(Trainer):
         self.tokens_read += inputs["input_ids"].numel() * process_count()
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         return loss
-
-    def compute_loss(
-        self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any
-    ) -> Any:
-        """The loss of the next token; or, if the settings ask for it, the divergence from the base."""
-        if self.settings.teacher is None:
-            return super().compute_loss(
-                model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs
-            )
-        total, count = divergence(model, self.model, inputs)
-        if num_items_in_batch is None:
-            return total / count
-        # Gradients are averaged over the processes.
-        return total * process_count() / num_items_in_batch
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         # The last chance before the update: a non-finite gradient would ruin the weights.
@@ -238,7 +223,6 @@ def train(
         UserError: if the settings do not fit the model, PEFT is missing, the last checkpoint has more than tensors in
             it, or a gradient is not finite.
     """
-    _check_teacher(model, settings)
     if settings.text_window is not None:
         apply_text_window(model, settings.text_window, full_layers=settings.text_full_layers)
     trained = _made_trainable(model, settings)
@@ -277,16 +261,6 @@ def _train_from(checkpoint: Path | None, trainer: MetaTokenTrainer) -> None:
         raise UserError(
             f"the checkpoint {checkpoint} cannot be loaded: it has more than tensors in it."
         ) from error
-
-
-def _check_teacher(model: Any, settings: TrainingSettings) -> None:
-    """Refuse a base as a teacher if the training would change it."""
-    is_frozen = settings.lora_rank or (isinstance(model, MetaModel) and not settings.train_base)
-    if settings.teacher and (model.config.meta_token_id is None or not is_frozen):
-        raise UserError(
-            "training.teacher needs a model with meta-tokens whose base stays as it is: train with "
-            "training.lora_rank, or a retrofitted model without training.train_base."
-        )
 
 
 def _save_run(trainer: MetaTokenTrainer, model: Any, out: Path) -> None:
