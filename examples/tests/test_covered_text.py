@@ -14,7 +14,7 @@ from results.covered_text.cuts import (
     View,
     cutting,
 )
-from results.covered_text.judge import Mean
+from results.seeds import Mean
 
 KINDS = torch.tensor([[DOCUMENT, LANDMARK, QUESTION, QUESTION_MARKER]])
 

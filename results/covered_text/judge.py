@@ -8,12 +8,11 @@
 import argparse
 import gzip
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import nan, sqrt
 from pathlib import Path
 
 import pandas as pd
-from scipy.stats import t
+
+from results.seeds import SMALLEST, Mean, header, holm, row
 
 MODELS = ("pause", "twin", "meta", "block-text")
 MAIN = [
@@ -22,8 +21,6 @@ MAIN = [
     for other in ("pause", "twin")
 ]
 LEARNED = 0.8  # with the text in sight: a model below has not learned the task
-FEWEST = 6  # seeds of a comparison
-SMALLEST = 0.05
 KEY = [
     "model",
     "seed",
@@ -36,67 +33,6 @@ KEY = [
     "head",
     "brief_steps",
 ]
-
-
-@dataclass(frozen=True)
-class Mean:
-    """A mean over seeds, and its 95 % interval; NaN with fewer than two seeds."""
-
-    value: float
-    low: float
-    high: float
-    n: int
-    p: dict[float, float]  # two-sided p-values, by the mean that is tested
-
-    @classmethod
-    def of(cls, values: Sequence[float], boundaries: Sequence[float] = ()) -> "Mean":
-        """By Student's t."""
-        n = len(values)
-        if n < 2:
-            return cls(sum(values) if n else nan, nan, nan, n, {})
-        series = pd.Series(list(values))
-        error = float(series.std()) / sqrt(n)
-        reach = float(t.ppf(0.975, n - 1)) * error
-        mean = float(series.mean())
-        p = {}
-        for boundary in boundaries:
-            distance = abs(mean - boundary)
-            p[boundary] = (
-                (0.0 if distance else 1.0)
-                if error == 0
-                else float(2 * t.sf(distance / error, n - 1))
-            )
-        return cls(mean, mean - reach, mean + reach, n, p)
-
-    @property
-    def verdict(self) -> str:
-        """The word of the rule in README.md."""
-        if self.n < FEWEST:
-            return "cannot be told"
-        if self.low > -SMALLEST and self.high < SMALLEST:
-            return "within 5 points"
-        if self.low > 0:
-            return "lead"
-        return "no lead of 5 points" if self.high < SMALLEST else "cannot be told"
-
-    @property
-    def p_of_verdict(self) -> float:
-        """The largest p-value over the boundaries that the interval excludes; 1 if there is none."""
-        excluded = {
-            "lead": [0.0],
-            "no lead of 5 points": [SMALLEST],
-            "within 5 points": [-SMALLEST, SMALLEST],
-        }
-        return max((self.p[boundary] for boundary in excluded.get(self.verdict, [])), default=1.0)
-
-    def shown(self, *, signed: bool = False) -> str:
-        """In points or per cent, with the interval."""
-        if self.n == 0:
-            return "-"
-        mean = f"{100 * self.value:{'+' * signed}.1f}"
-        if self.n < 2:
-            return f"{mean} [{self.n}]"
-        return f"{mean} ({100 * self.low:{'+' * signed}.1f} to {100 * self.high:{'+' * signed}.1f}) [{self.n}]"
 
 
 class Lines:
@@ -185,16 +121,6 @@ def main() -> None:
         print("\n".join(table(lines)))
 
 
-def row(*cells: str) -> str:
-    """A row of a Markdown table."""
-    return f"| {' | '.join(cells)} |"
-
-
-def header(*cells: str) -> list[str]:
-    """The head of a Markdown table."""
-    return [row(*cells), row("---", *["---:"] * (len(cells) - 1))]
-
-
 def accuracy_table(lines: Lines) -> list[str]:
     """Exact match in %: mean over seeds (95 % interval) [seeds]."""
     rows = header("task, tokens, text", *MODELS, "best shortcut")
@@ -214,17 +140,14 @@ def main_claims(lines: Lines) -> list[str]:
     """The six main claims: `meta` minus another model, covered, in points; seeds that both have learned, and all."""
     rows = header("task, minus", "learned in sight", "verdict", "holds after Holm", "all seeds")
     effects = {pair: lines.difference("meta", pair[1], pair[0], learned=True) for pair in MAIN}
-    ranked = sorted(effects, key=lambda pair: effects[pair].p_of_verdict)
-    holds: dict[tuple[str, str], bool] = {}
-    still_holds = True
-    for rank, pair in enumerate(ranked):
-        still_holds = still_holds and effects[pair].p_of_verdict <= 0.05 / (len(ranked) - rank)
-        holds[pair] = still_holds
+    holding = holm(effects)
     for task, other in MAIN:
         effect = effects[task, other]
         everyone = lines.difference("meta", other, task, learned=False)
         told = (
-            "-" if effect.verdict == "cannot be told" else ("yes" if holds[task, other] else "no")
+            "-"
+            if effect.verdict == "cannot be told"
+            else ("yes" if (task, other) in holding else "no")
         )
         rows.append(
             row(

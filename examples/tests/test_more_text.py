@@ -1,0 +1,41 @@
+"""The judge of results/more_text: which lines it compares, and with which partners."""
+
+import json
+from pathlib import Path
+
+from results.more_text.judge import RECALL, Lines, main_claims
+
+
+def write_lines(file: Path, preset: str, meta: float) -> Path:
+    """Write lines of eight seeds: `gpt2` and `twin` answer half, `meta` that share, and none in another condition."""
+    records = []
+    for seed in range(22, 30):
+        for model, value in (("gpt2", 0.5), ("twin", 0.5), ("meta", meta + seed / 1000)):
+            for train_length in (128, 512):
+                about = {
+                    "model": model,
+                    "seed": seed,
+                    "task": "list_recall",
+                    "condition": "landmark",
+                    "train_condition": "landmark",
+                    "train_length": train_length,
+                    "length": 256,
+                    "metric": "exact_match",
+                    "n": 100,
+                }
+                right = value if train_length == 128 else 0.0
+                records.append({**about, "recipe": f"{preset}/landmark", "value": right})
+                records.append({**about, "recipe": preset, "value": 0.0})
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def test_it_compares_models_of_a_seed_that_trained_among_landmarks_up_to_128(tmp_path):
+    long = Lines(write_lines(tmp_path / "long.jsonl", "more_text", meta=0.7), "more_text")
+    brief = Lines(write_lines(tmp_path / "brief.jsonl", "small", meta=0.5), "small")
+
+    leads = long.lead("gpt2", RECALL, 256)
+    rows = main_claims(long, brief)
+
+    assert [round(lead, 3) for lead in leads] == [0.2 + seed / 1000 for seed in range(22, 30)]
+    assert "| gpt2 | +22.5 (+22.3 to +22.8) [8] | lead | yes | +2.5 (+2.3 to +2.8) [8] |" in rows

@@ -1,0 +1,164 @@
+"""The tables and verdicts of the README, from the lines alone.
+
+    python -m results.more_text.judge results/more_text/results.jsonl.gz results/small/results.jsonl.gz
+
+The second file has the partners, which were pretrained on a twentieth of the text.
+"""
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+
+from results.seeds import SMALLEST, Mean, header, holm, row
+
+MODELS = ("gpt2", "pause", "twin", "meta")
+OTHERS = ("gpt2", "twin", "pause")
+SEEDS = range(22, 30)
+LENGTHS = (128, 256, 512)
+MAIN = 256  # tokens, twice the train length
+RECALL, PARITY = (
+    ("list_recall", "landmark"),
+    ("parity", "paper"),
+)  # tasks with the condition of their prompts
+
+
+class Lines:
+    """The accuracies and perplexities of a preset's models."""
+
+    def __init__(self, file: Path, preset: str):
+        lines = pd.read_json(file, lines=True)
+        is_plain = lines["intervention"].isna() if "intervention" in lines else True
+        self.lines = lines[is_plain & lines["model"].isin(MODELS)]
+        self.preset = preset
+
+    def accuracies(self, model: str, task: tuple[str, str], length: int) -> pd.Series:
+        """Exact match at a length, by seed, of models that were trained up to 128 tokens."""
+        name, condition = task
+        recipe = f"{self.preset}/landmark" if condition == "landmark" else self.preset
+        chosen = self.lines[
+            (self.lines["metric"] == "exact_match")
+            & (self.lines["recipe"] == recipe)
+            & (self.lines["model"] == model)
+            & (self.lines["task"] == name)
+            & (self.lines["condition"] == condition)
+            & (self.lines["train_condition"] == condition)
+            & (self.lines["train_length"] == 128)
+            & (self.lines["length"] == length)
+            & self.lines["seed"].isin(SEEDS)
+        ]
+        return chosen.set_index("seed")["value"]
+
+    def perplexities(self, model: str, text: str) -> pd.DataFrame:
+        """Perplexity of a text without meta-tokens, and that of its token frequencies, by seed."""
+        chosen = self.lines[
+            (self.lines["metric"] == "perplexity")
+            & (self.lines["recipe"] == self.preset)
+            & (self.lines["model"] == model)
+            & (self.lines["condition"] == "none")
+            & (self.lines["text"] == text)
+            & self.lines["seed"].isin(SEEDS)
+        ]
+        return chosen.set_index("seed")[["value", "chance"]]
+
+    def lead(self, other: str, task: tuple[str, str], length: int) -> pd.Series:
+        """`meta` minus another model, by seed."""
+        return self.accuracies("meta", task, length) - self.accuracies(other, task, length)
+
+
+def mean_of(differences: pd.Series) -> Mean:
+    """A mean over seeds, with what its verdict needs."""
+    return Mean.of(differences.dropna().tolist(), (0.0, SMALLEST, -SMALLEST))
+
+
+def main() -> None:
+    """Print all tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("partners", type=Path)
+    options = parser.parse_args()
+    long, brief = Lines(options.file, "more_text"), Lines(options.partners, "small")
+    for table in (main_claims, accuracy_table, lead_table, gain_table, perplexity_table):
+        print(f"\n{table.__doc__}\n")
+        print("\n".join(table(long, brief)))
+
+
+def main_claims(long: Lines, brief: Lines) -> list[str]:
+    """List recall among landmarks at 256 tokens, `meta` minus another model, in points (95 % interval) [seeds]."""
+    effects = {other: mean_of(long.lead(other, RECALL, MAIN)) for other in ("gpt2", "twin")}
+    holding = holm(effects)
+    rows = header("minus", "12 million tokens", "verdict", "holds after Holm", "0.6 million tokens")
+    for other, effect in effects.items():
+        partner = mean_of(brief.lead(other, RECALL, MAIN))
+        holds = "yes" if other in holding else "no"
+        rows.append(
+            row(other, effect.shown(signed=True), effect.verdict, holds, partner.shown(signed=True))
+        )
+    return rows
+
+
+def accuracy_table(long: Lines, brief: Lines) -> list[str]:
+    """Exact match in %: mean over seeds (95 % interval) [seeds]; after 12 million and after 0.6 million tokens."""
+    rows = header("task, tokens, pretraining", *MODELS)
+    for task in (RECALL, PARITY):
+        for length in LENGTHS:
+            for name, lines in (("long", long), ("brief", brief)):
+                means = [mean_of(lines.accuracies(model, task, length)) for model in MODELS]
+                rows.append(row(f"{task[0]}, {length}, {name}", *(mean.shown() for mean in means)))
+    return rows
+
+
+def lead_table(long: Lines, brief: Lines) -> list[str]:
+    """`meta` minus another model, in points, after long pretraining; and how much larger that is than its partners'."""
+    rows = header("task, tokens, minus", "long", "verdict", "long minus brief", "verdict")
+    for task in (RECALL, PARITY):
+        for length in LENGTHS:
+            for other in OTHERS:
+                lead = long.lead(other, task, length)
+                effect, change = mean_of(lead), mean_of(lead - brief.lead(other, task, length))
+                rows.append(
+                    row(
+                        f"{task[0]}, {length}, {other}",
+                        effect.shown(signed=True),
+                        effect.verdict,
+                        change.shown(signed=True),
+                        change.verdict,
+                    )
+                )
+    return rows
+
+
+def gain_table(long: Lines, brief: Lines) -> list[str]:
+    """What long pretraining adds to each model at 256 tokens, in points."""
+    rows = header("task", *MODELS)
+    for task in (RECALL, PARITY):
+        gains = [
+            mean_of(long.accuracies(model, task, MAIN) - brief.accuracies(model, task, MAIN))
+            for model in MODELS
+        ]
+        rows.append(row(task[0], *(gain.shown(signed=True) for gain in gains)))
+    return rows
+
+
+def perplexity_table(long: Lines, brief: Lines) -> list[str]:
+    """Perplexity without meta-tokens: mean over seeds (lowest to highest); and that of the text's token frequencies."""
+    rows = header("text, pretraining", *MODELS, "token frequencies")
+    for text in ("held_out", "book"):
+        for name, lines in (("long", long), ("brief", brief)):
+            cells, chances = [], []
+            for model in MODELS:
+                values = lines.perplexities(model, text)
+                cells.append(_range_of(values["value"]))
+                chances += values["chance"].tolist()
+            rows.append(row(f"{text}, {name}", *cells, f"{max(chances):.0f}" if chances else "-"))
+    return rows
+
+
+def _range_of(values: pd.Series) -> str:
+    if values.empty:
+        return "-"
+    return f"{values.mean():.0f} ({values.min():.0f} to {values.max():.0f})"
+
+
+if __name__ == "__main__":
+    main()
