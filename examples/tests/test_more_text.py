@@ -10,7 +10,7 @@ def write_lines(file: Path, preset: str, meta: float) -> Path:
     """Write lines of eight seeds: `gpt2` and `twin` answer half, `meta` that share, and none in another condition."""
     records = []
     for seed in range(22, 30):
-        for model, value in (("gpt2", 0.5), ("twin", 0.5), ("meta", meta + seed / 1000)):
+        for model, value in (("gpt2", 0.5), ("twin", 0.5), ("meta", meta + seed / 500)):
             for train_length in (128, 512):
                 about = {
                     "model": model,
@@ -37,5 +37,8 @@ def test_it_compares_models_of_a_seed_that_trained_among_landmarks_up_to_128(tmp
     leads = long.lead("gpt2", RECALL, 256)
     rows = main_claims(long, brief)
 
-    assert [round(lead, 3) for lead in leads] == [0.2 + seed / 1000 for seed in range(22, 30)]
-    assert "| gpt2 | +22.5 (+22.3 to +22.8) [8] | lead | yes | +2.5 (+2.3 to +2.8) [8] |" in rows
+    assert [round(lead, 3) for lead in leads] == [
+        round(0.2 + seed / 500, 3) for seed in range(22, 30)
+    ]
+    of_gpt2 = rows[2]
+    assert of_gpt2.startswith("| gpt2 | +25.1 (+24.7 to +25.5) [8] | lead | yes | +5.1 ")
