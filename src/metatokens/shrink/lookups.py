@@ -185,7 +185,8 @@ class Lookups:
         Args:
             generator: of everything that is drawn.
             length: tokens of the text.
-            beyond: the fewest tokens between the end of the last fact and that of the text; less if the text is short.
+            beyond: the fewest tokens between the last fact and the end of the text. If the text has no room for that,
+                the facts come first.
             forms: the facts take them in turn.
             facts: how many.
             chat: the text is the beginning of a user's message, and each question ends one.
@@ -198,8 +199,8 @@ class Lookups:
         start = self._start(generator, size)
         text = self.prose.ids[start : start + size]
         ends = self.prose.ends
-        is_inside = (ends >= start) & (ends < start + size - min(beyond, size // 2))
-        insertion_points = np.append(ends[is_inside] - start + 1, 0)
+        is_early = (ends >= start) & (ends < start + size - beyond)
+        insertion_points = np.append(ends[is_early] - start + 1, 0)
         cuts = sorted(generator.choice(insertion_points, len(stated)).tolist())
         pieces = [text[first:last].tolist() for first, last in pairwise([0, *cuts, size])]
         with_facts = chain.from_iterable(zip(pieces, [*stated, []], strict=True))

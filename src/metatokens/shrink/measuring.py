@@ -3,7 +3,8 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,13 @@ from metatokens.decoder import logits_at, measure_cache_share
 from metatokens.evaluation.intervals import normal_interval, wilson_interval
 from metatokens.records import Result, pack_hits
 from metatokens.shrink.answering import answer_logits, is_answered, read
-from metatokens.shrink.lookups import KINDS, Asked, Form, Lookups, Question
+from metatokens.shrink.lookups import CHAT, KINDS, Asked, Form, Lookups
 
-FACTS_OF_A_FORM = 4  # in a test text: so naming any value that was stated in that form is right in a quarter of cases
+FACTS = (
+    6  # of one form in a text: so naming any value that was stated is right in a sixth of the cases
+)
+STRIDE = 7  # between the forms of two texts, so that few texts have forms of several kinds
+ASKED_IN_CHAT = "question"  # the kind whose forms are asked about in a chat
 SEED = 2026  # of all tests
 ROOM = 64  # tokens of a length that are for a question and its answer
 TRAINED = "trained form"  # the kind of look-ups whose form was trained, about other names and words
@@ -51,57 +56,36 @@ def draw_tests(
     Args:
         lookups: of the test split and its forms.
         trained: forms that are trained.
-        texts: by length, the number of texts whose forms are not trained; half as many have trained forms, and half as
-            many are asked about in a chat.
+        texts: by length, the number of texts of each kind. The facts of a text have one form.
         beyond: tokens between each fact and the end of the text at least.
         user_questions: a user's held-out questions.
         excerpts: of prose.
         excerpt_length: tokens.
     """
+    groups = [
+        (kind, [form for form in lookups.forms if form.kind == kind], False) for kind in KINDS
+    ]
+    groups.append((TRAINED, list(trained), False))
+    if lookups.turns is not None:
+        groups.append((CHAT, [form for form in lookups.forms if form.kind == ASKED_IN_CHAT], True))
     asked: dict[int | None, list[Asked]] = {None: list(user_questions)} if user_questions else {}
     for length, count in texts.items():
         asked[length] = []
-        for number in range(count):
-            generator = np.random.default_rng([SEED, length, number])
-            new = lookups.draw(
+        for (group, (kind, forms, is_chat)), number in product(enumerate(groups), range(count)):
+            generator = np.random.default_rng([SEED, length, group, number])
+            drawn = lookups.draw(
                 generator,
                 length=length - ROOM,
                 beyond=beyond,
-                forms=_one_of_each_kind(lookups.forms, number),
-                facts=FACTS_OF_A_FORM * len(KINDS),
+                forms=[forms[STRIDE * number % len(forms)]],
+                facts=FACTS,
+                chat=is_chat,
             )
-            passage = lookups.passage(generator, new, beyond)
-            asked[length].append(Asked(new.text, [*new.questions, passage]))
-            if number % 2 == 0:
-                known = lookups.draw(
-                    generator,
-                    length=length - ROOM,
-                    beyond=beyond,
-                    forms=_one_of_each_kind(trained, number // 2),
-                    facts=FACTS_OF_A_FORM * len(KINDS),
-                )
-                questions = [Question(TRAINED, q.ids, q.answer) for q in known.questions]
-                asked[length].append(Asked(known.text, questions))
-            if number % 2 == 0 and lookups.turns is not None:
-                in_chat = [form for form in lookups.forms if form.kind == "question"]
-                chat = lookups.draw(
-                    generator,
-                    length=length - ROOM,
-                    beyond=beyond,
-                    forms=[in_chat[number // 2 % len(in_chat)]],
-                    facts=2 * FACTS_OF_A_FORM,
-                    chat=True,
-                )
-                asked[length].append(chat)
+            questions = [replace(question, kind=kind) for question in drawn.questions]
+            if kind == KINDS[0]:
+                questions.append(lookups.passage(generator, drawn, beyond))
+            asked[length].append(Asked(drawn.text, questions))
     return Tests(asked, lookups.prose.excerpts(excerpts, excerpt_length))
-
-
-def _one_of_each_kind(forms: Sequence[Form], number: int) -> list[Form]:
-    """A form of each kind, another one for another number."""
-    by_kind: defaultdict[str, list[Form]] = defaultdict(list)
-    for form in forms:
-        by_kind[form.kind].append(form)
-    return [by_kind[kind][number % len(by_kind[kind])] for kind in KINDS]
 
 
 class Measuring:

@@ -93,7 +93,7 @@ class Mixture:
         asked = self.lookups.draw(
             generator,
             length=length,
-            beyond=self.beyond,
+            beyond=min(self.beyond, length // 2),
             forms=[self.lookups.forms[number] for number in chosen],
             facts=facts,
             chat=has_turns and generator.random() < CHAT_SHARE,

@@ -70,8 +70,9 @@ class Arm:
     cache: Kept
 
 
-SHRUNK = "shrunk"
-CONTROLS = ("full cache, trained alike", "a window alone, trained alike")
+BASE, SHRUNK = "full cache, as it was", "shrunk"
+TRAINED_FULL, TRAINED_WINDOW = "full cache, trained alike", "a window alone, trained alike"
+NAMES = (BASE, SHRUNK, TRAINED_FULL, TRAINED_WINDOW)
 
 
 def shrink(
@@ -98,7 +99,7 @@ def shrink(
         out: the run's folder.
         forms: a YAML file with further forms of look-ups, as forms.yaml of this package.
         questions: a JSON-lines file of the user's own records, trained on too; every tenth is held out.
-        controls: also train and measure the two models of CONTROLS, each of which takes as long.
+        controls: also train and measure the full cache and a window alone, each of which takes as long.
         overwrite: replace another run in `out`.
         watch: shows the progress of each step.
 
@@ -110,8 +111,8 @@ def shrink(
     """
     run = _Run(recipe, model, list(corpora), out, forms, questions)
     with open_run(out, run.settings, overwrite=overwrite, inputs=[model, forms, questions]):
-        arms = run.arms(watch)
-        for arm in arms if controls else arms[:2]:
+        run.choose(watch)
+        for arm in run.arms(controls=controls):
             run.train(arm, watch)
             run.measure(arm, watch)
             if arm.name == SHRUNK:
@@ -150,6 +151,7 @@ class _Run:
         )  # refuses what cannot forget
         self.longest = min(recipe.mixture.longest, self.limit // 2)
         self.length = min(recipe.cache.length, self.limit)
+        self.cache: Kept  # of the shrunk model, once it is chosen
 
     def _base(self) -> Any:
         """The base with a meta-token, on the device."""
@@ -179,16 +181,26 @@ class _Run:
             Turns.of(self.tokenizer),
         )
 
-    def arms(self, watch: Watch) -> list[Arm]:
+    def choose(self, watch: Watch) -> None:
+        """Choose the blocks that keep everything: those of the recipe, or those that need it most by measurement."""
+        cache = self.recipe.cache
+        count = cache.full_blocks
+        if count is None:
+            count = max(1, round(self.blocks * cache.keep / 2))
+        full_layers = cache.full_layers
+        if full_layers is None:
+            losses = self.block_losses(self._window(count), watch)
+            full_layers = most_needed(losses, count)
+        self.cache = Kept(self._window(len(full_layers)), full_layers)
+
+    def arms(self, *, controls: bool) -> list[Arm]:
         """The models to measure, the base and the shrunk one first."""
         everything = Kept(None, [])
-        full_layers = self._full_layers(watch)
-        return [
-            Arm("full cache, as it was", None, everything),
-            Arm(SHRUNK, "model", Kept(self._window(len(full_layers)), full_layers)),
-            Arm(CONTROLS[0], "controls/full", everything),
-            Arm(CONTROLS[1], "controls/window", Kept(self._window(0), [])),
-        ]
+        arms = [Arm(BASE, None, everything), Arm(SHRUNK, "model", self.cache)]
+        if controls:
+            arms.append(Arm(TRAINED_FULL, "controls/full", everything))
+            arms.append(Arm(TRAINED_WINDOW, "controls/window", Kept(self._window(0), [])))
+        return arms
 
     def _window(self, full_blocks: int) -> int:
         """The window with which the share is kept of a text of the length, next to so many full blocks."""
@@ -203,18 +215,9 @@ class _Run:
 
     @property
     def _beyond(self) -> int:
-        """Tokens from a fact to the end of its text, at least: no window of this run reaches so far."""
-        return self._window(0) + FEWEST
-
-    def _full_layers(self, watch: Watch) -> list[int]:
-        """The blocks that keep everything: those of the recipe, or those that need it most by measurement."""
-        cache = self.recipe.cache
-        if cache.full_layers is not None:
-            return cache.full_layers
-        count = cache.full_blocks
-        if count is None:
-            count = max(1, round(self.blocks * cache.keep / 2))
-        return most_needed(self.block_losses(self._window(count), watch), count)
+        """Tokens from a fact to the end of its text, at least: the shrunk model's window does not reach so far."""
+        assert self.cache.window is not None
+        return self.cache.window + FEWEST
 
     def block_losses(self, window: int, watch: Watch) -> list[BlockLoss]:
         """What answers cost if a block forgets."""
@@ -325,10 +328,9 @@ class _Run:
 
     def write_page(self) -> Path:
         """Write the page of what is measured so far."""
-        names = ["full cache, as it was", SHRUNK, *CONTROLS]
         results = [
             result
-            for name in names
+            for name in NAMES
             if self._results_file(name).exists()
             for result in read_lines(self._results_file(name), Result)
         ]
