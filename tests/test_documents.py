@@ -35,6 +35,10 @@ TINY_MODEL = (
     "--set model.hidden_size=16 --set model.num_hidden_layers=1 --set model.num_attention_heads=2 "
     "--set data.block_size=32 --set training.per_device_train_batch_size=2"
 )
+TINY_SHRINK = (
+    "--set 'tests.texts={128: 1}' --set tests.excerpts=2 --set tests.choosing=1 --set 'tests.cost_lengths=[64]' "
+    "--set mixture.longest=128 --set mixture.tokens=128 --set cache.full_blocks=0"
+)
 SMALLER = {
     "train:4096": "train:768",
     "tokenize ": "tokenize --workers 1 ",
@@ -43,7 +47,8 @@ SMALLER = {
     "finetune ": f"finetune {TINY_RUN} ",
     "'task.train_steps=[1500]'": "task.train_steps=[2] --set task.stages=[]",
     "--lengths 256,512": "--lengths 256,512 -n 2",
-    "text_full_layers=[18,23]": "text_full_layers=[0]",
+    "--text 'my/*.txt'": "--text builtin",
+    "shrink ": f"shrink {TINY_RUN} {TINY_SHRINK} ",
     "-n 100": "-n 8",
     "-n 20": "-n 2",
 }

@@ -156,7 +156,10 @@ class _Run:
     def _base(self) -> Any:
         """The base with a meta-token, on the device."""
         base, _ = load_base_and_tokenizer(self.model)
-        return add_meta_attention(base, self.tokenizer, layers=[])
+        model: Any = add_meta_attention(base, self.tokenizer, layers=[])
+        # PEFT would look for a configuration under that name.
+        model.name_or_path = model.config.name_or_path = ""
+        return model
 
     @cached_property
     def landmarks(self) -> Landmarks | None:

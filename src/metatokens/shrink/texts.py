@@ -104,17 +104,17 @@ class UserText:
         """Read the corpora, as `read_corpus` takes them.
 
         Raises:
-            UserError: if a corpus cannot be read, or there is less text than two excerpts of `longest` tokens.
+            UserError: if a corpus cannot be read, or has no excerpt of `longest` tokens to train on and to measure on.
         """
         documents = list(_documents(corpora))
         train = [text for i, text in enumerate(documents, 1) if i % HELD_OUT_EVERY]
         held_out = documents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
         self.train, self.held_out = Prose(tokenizer, train), Prose(tokenizer, held_out)
         for name, prose in (("to train on", self.train), ("held out", self.held_out)):
-            if len(prose.ids) < 2 * longest:
+            if len(prose.ids) <= longest:
                 raise UserError(
-                    f"the text has {len(prose.ids):,} tokens {name}, of {len(documents)} documents, and "
-                    f"{2 * longest:,} are needed: give more text with --text, or lower --length."
+                    f"the text has {len(prose.ids):,} tokens {name}, of {len(documents)} documents, and more than "
+                    f"{longest:,} are needed: give more text with --text."
                 )
         self.entities = {split: Entities.of(documents, split) for split in ("train", "test")}
 
