@@ -129,8 +129,8 @@ def _value(result: Result) -> float:
     return result.value
 
 
-def write_page(findings: Findings, file: Path) -> Path:
-    """Write the page of findings, and return its path."""
+def write_page(findings: Findings, file: Path) -> None:
+    """Write the page of findings."""
     environment = Environment(
         loader=PackageLoader("metatokens.shrink", "."),
         undefined=StrictUndefined,
@@ -143,7 +143,6 @@ def write_page(findings: Findings, file: Path) -> Path:
         findings=findings, names=NAMES, all_new=ALL, picture=picture, percent=_percent
     )
     write_whole(file, text.encode())
-    return file
 
 
 def _percent(answered: tuple[int, int]) -> str:

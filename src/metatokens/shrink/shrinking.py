@@ -36,6 +36,7 @@ from metatokens.training.trainer import Progress, train, unwatched
 SINKS = 4  # the first positions, which every block keeps
 FEWEST = 8  # positions of a window
 FACTS_TO_CHOOSE_BY = 12  # in a text
+PAGE = "page.html"
 USERS = "own"  # the kind of a user's questions
 
 # Shows the progress of a step, by its name.
@@ -117,8 +118,8 @@ def shrink(
             run.measure(arm, watch)
             if arm.name == SHRUNK:
                 run.measure_costs(arm, watch)
-                run.write_page()
-        return run.write_page()
+            run.write_page()
+        return out / PAGE
 
 
 class _Run:
@@ -197,9 +198,9 @@ class _Run:
         self.cache = Kept(self._window(len(full_layers)), full_layers)
 
     def arms(self, *, controls: bool) -> list[Arm]:
-        """The models to measure, the base and the shrunk one first."""
+        """The models to measure, the shrunk one first."""
         everything = Kept(None, [])
-        arms = [Arm(BASE, None, everything), Arm(SHRUNK, "model", self.cache)]
+        arms = [Arm(SHRUNK, "model", self.cache), Arm(BASE, None, everything)]
         if controls:
             arms.append(Arm(TRAINED_FULL, "controls/full", everything))
             arms.append(Arm(TRAINED_WINDOW, "controls/window", Kept(self._window(0), [])))
@@ -329,7 +330,7 @@ class _Run:
                 progress(done, len(lengths), {})
         write_whole(file, json.dumps([cost.model_dump() for cost in measured], indent=1).encode())
 
-    def write_page(self) -> Path:
+    def write_page(self) -> None:
         """Write the page of what is measured so far."""
         results = [
             result
@@ -349,7 +350,7 @@ class _Run:
             base=str(self.model),
             length=self.length,
         )
-        return write_page(findings, self.out / "page.html")
+        write_page(findings, self.out / PAGE)
 
     def _results_file(self, name: str) -> Path:
         return self.out / "results" / f"{name.replace(', ', '-').replace(' ', '-')}.jsonl"
