@@ -14,11 +14,11 @@ from metatokens import add_meta_attention
 from metatokens.checkpoint import save_model
 from metatokens.data.tokenizer import encode_text, load_tokenizer
 from metatokens.errors import UserError
-from metatokens.records import Result, read_lines
+from metatokens.records import Result, pack_hits, read_lines
 from metatokens.retrofit.text_window import apply_text_window
 from metatokens.tasks import TASKS, curriculum
 from metatokens.tasks.curriculum import task_texts
-from results.shrink import run_suites
+from results.shrink import judge, run_suites
 from results.shrink.decoding import continue_greedily
 from results.shrink.prompts import ROOMS, Prompt, references_found, shares_kept, write_results
 from results.shrink.suites import BABILONG_PARTS, NEEDLE_TASKS, Suites, parse_counts
@@ -390,3 +390,69 @@ def test_prompts_beyond_a_model_s_limit_are_refused() -> None:
         run_suites.check_lengths(
             [prompt_of("ruler", "11")], LlamaConfig(max_position_embeddings=32)
         )
+
+
+def lines_of(model: str, length: int, found: int, **fields: float) -> list[Result]:
+    """Lines of the needles in 20 prompts, of which the first ones are answered in each task."""
+    lines = []
+    for task, needles in NEEDLE_TASKS.items():
+        references = needles.values * needles.asked
+        hits = [prompt < found for prompt in range(20) for _ in range(references)]
+        line = Result(
+            model=model,
+            task=task,
+            length=length,
+            metric="exact_match",
+            value=found / 20,
+            n=len(hits),
+            hits=pack_hits(hits),
+            seed=0,
+            **fields,
+        )
+        lines.append(line)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("length", "shrunk", "full", "expected"),
+    [
+        (2048, 18, 20, "met: 90%"),
+        (2048, 17, 20, "missed: 85%"),
+        (8192, 10, 20, "met: 50%"),
+        (8192, 9, 20, "missed: 45%"),
+        (8192, 4, 4, "cannot be judged: full finds 20%"),
+    ],
+)
+def test_the_goals_of_the_rule(length: int, shrunk: int, full: int, expected: str) -> None:
+    lines = lines_of("shrunk", length, shrunk) + lines_of("full", length, full)
+
+    assert judge.verdict(judge.Findings(lines), length).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"), [(2, "more: +40"), (18, "less: -40"), (10, "cannot be told: +0")]
+)
+def test_the_comparison_with_a_press(found: int, expected: str) -> None:
+    lines = lines_of("shrunk", 512, 10) + lines_of("base, knorm", 512, found)
+
+    assert judge.comparison(judge.Findings(lines), "base, knorm", 512).startswith(expected)
+
+
+def test_the_report_has_all_models_and_what_was_not_run() -> None:
+    other = lines_of("shrunk", 512, 10)[0].model_copy(update={"task": "qa1", "low": 0, "high": 1})
+    lines = [
+        *lines_of("shrunk", 512, 10, kv_kept=0.125),
+        *lines_of("shrunk", 2048, 10, kv_kept=0.1),
+        *lines_of("full", 512, 20),
+        *lines_of("base, duo", 512, 5, kv_kept=0.125),
+        other,
+    ]
+
+    report = judge.report(lines)
+
+    assert re.search(r"^\| shrunk \| 50 \(\d+ to \d+\) \| 50 \(", report, re.MULTILINE)
+    assert re.search(r"^\| full \| 100 \(100 to 100\) \| not run \|$", report, re.MULTILINE)
+    assert re.search(r"^\| base, duo \| more: \+25 .* \| not run \|$", report, re.MULTILINE)
+    assert "| shrunk | missed: 50%" in report
+    assert "| base, duo | 12.5 | not run |" in report
+    assert "| qa1: shrunk, seed 0 | 50 (0 to 100) | not run |" in report
