@@ -41,7 +41,7 @@ class Findings:
 
     def shares(self, model: str, length: int) -> Shares | None:
         """The share of each prompt's references, the mean of the seeds; None if a task is missing."""
-        by_task = [self._lines.get((model, length, task)) for task in NEEDLE_TASKS]
+        by_task = [self._lines[model, length, task] for task in NEEDLE_TASKS]
         if not all(by_task):
             return None
         prompts = by_task[0][0].n  # the first task asks for one reference

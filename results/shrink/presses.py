@@ -20,7 +20,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from metatokens.errors import UserError
 from metatokens.machine import has_fast_bfloat16
 from metatokens.records import SEPARATOR, Result, read_lines
 from results.shrink.decoding import continue_greedily, stop_tokens
-from results.shrink.prompts import Prompt, shares_kept, write_results
+from results.shrink.prompts import Prompt, Shares, shares_kept, write_results
 
 SINKS = 4
 SNAPKV_WINDOW = (
@@ -120,13 +120,14 @@ class Pressing:
         return Duo(head_compression_ratio=1 - full_share, scores=self._scores, window=window)
 
     @torch.inference_mode()
-    def answer(self, prompt: Prompt, name: str, share: float) -> str:
-        """The output of a prompt, of whose context a press keeps a share."""
+    def answer(self, prompt: Prompt, name: str, shares: Shares) -> str:
+        """The output of a prompt, of whose context a press keeps the share of its task and length."""
         context = self.tokenizer(prompt.context)["input_ids"]
         asked = prompt.question + prompt.answer_prefix
         question = self.tokenizer(asked, add_special_tokens=False)["input_ids"]
         cache = DynamicCache()
-        with self._press(name, share, len(context))(self.model):
+        press = self._press(name, shares[prompt.task, prompt.length], len(context))
+        with press(self.model):
             self._read(context, cache, 0)
         length = len(context)
 
@@ -180,9 +181,7 @@ def main() -> None:
             options.out,
             model=f"{options.name}{SEPARATOR}{name}",
             seed=options.seed,
-            answer=lambda prompt, name=name: pressing.answer(
-                prompt, name, shares[prompt.task, prompt.length]
-            ),
+            answer=partial(pressing.answer, name=name, shares=shares),
             share=lambda group: {"kv_kept": shares[group[0].task, group[0].length]},
         ):
             print(result.line(), flush=True)

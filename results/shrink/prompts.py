@@ -11,6 +11,9 @@ from metatokens.evaluation.intervals import wilson_interval
 from metatokens.files import append_lines
 from metatokens.records import Record, Result, pack_hits, read_lines
 
+Suite = Literal["ruler", "babilong", "metatokens"]
+Shares = dict[tuple[str | None, int | None], float]  # what is kept of contexts, by task and length
+
 ROOMS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
 _END_OF_BABILONG_ANSWER = re.compile(r"\.|<context>|<example>")
 
@@ -29,7 +32,7 @@ class Prompt(Record):
         new_tokens: of the output.
     """
 
-    suite: Literal["ruler", "babilong", "metatokens"]
+    suite: Suite
     task: str
     length: int
     context: str
@@ -111,7 +114,7 @@ def write_results(
         yield result
 
 
-def shares_kept(lines: Sequence[Result], model: str) -> dict[tuple[str | None, int | None], float]:
+def shares_kept(lines: Sequence[Result], model: str) -> Shares:
     """What a model keeps of the contexts of each task and length, by its lines.
 
     Raises:

@@ -40,7 +40,7 @@ from metatokens.tasks import TASKS
 from metatokens.tasks.content import OPENING, stable_hash
 from metatokens.tasks.curriculum import TaskData
 from metatokens.tasks.inventory import INVENTORY
-from results.shrink.prompts import ROOMS, Prompt
+from results.shrink.prompts import ROOMS, Prompt, Suite
 
 # --- RULER
 
@@ -235,7 +235,7 @@ class Suites:
     def _generator(self, task: str, length: int, index: int) -> Generator:
         return np.random.default_rng([self.seed, stable_hash(task), length, index])
 
-    def _longest(self, suite: str, task: str, length: int, drawn: Drawn) -> Prompt:
+    def _longest(self, suite: Suite, task: str, length: int, drawn: Drawn) -> Prompt:
         """The prompt with the most sentences that leave room for its output."""
         room = length - drawn.new_tokens
 
