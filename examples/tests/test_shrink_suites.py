@@ -296,9 +296,9 @@ def test_lines_count_references_and_are_written_once(tmp_path: Path) -> None:
     assert written("shrunk") == []
     assert len(written("full")) == 1
     assert [line.model for line in read_lines(out, Result)] == ["shrunk", "full"]
-    assert shares_kept(read_lines(out, Result), "shrunk") == {("task", 64): 0.25}
-    with pytest.raises(UserError, match="no line says what 'other' keeps"):
-        shares_kept(read_lines(out, Result), "other")
+    assert shares_kept(read_lines(out, Result), "shrunk", 0) == {("task", 64): 0.25}
+    with pytest.raises(UserError, match="no line says what 'shrunk' of seed 1 keeps"):
+        shares_kept(read_lines(out, Result), "shrunk", 1)
 
 
 def test_greedy_decoding_stops_at_a_stop_token_or_the_limit() -> None:

@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--model", type=Path, required=True, help="the folder of a full model")
     parser.add_argument("--name", required=True, help="of the model, in the lines")
-    parser.add_argument("--seed", type=int, default=0, help="of the model's training")
+    parser.add_argument("--seed", type=int, default=0, help="of the trainings of both models")
     parser.add_argument("--presses", nargs="+", choices=PRESSES, default=PRESSES)
     parser.add_argument("--like", type=Path, required=True, help="lines of `run_suites`")
     parser.add_argument("--like-model", required=True, help="keep as much as this model of them")
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     prompts = read_lines(options.prompts, Prompt)
-    shares = shares_kept(read_lines(options.like, Result), options.like_model)
+    shares = shares_kept(read_lines(options.like, Result), options.like_model, options.seed)
     asked = [prompt for prompt in prompts if (prompt.task, prompt.length) in shares]
     texts = [text[:CHARACTERS] for text in islice(read_corpus(options.text), SCORED_TEXTS)]
     pressing = Pressing(options.model, texts)

@@ -114,8 +114,8 @@ def write_results(
         yield result
 
 
-def shares_kept(lines: Sequence[Result], model: str) -> Shares:
-    """What a model keeps of the contexts of each task and length, by its lines.
+def shares_kept(lines: Sequence[Result], model: str, seed: int) -> Shares:
+    """What a model keeps of the contexts of each task and length, by its lines of a seed.
 
     Raises:
         UserError: if there are no such lines.
@@ -123,8 +123,8 @@ def shares_kept(lines: Sequence[Result], model: str) -> Shares:
     shares = {
         (line.task, line.length): line.kv_kept
         for line in lines
-        if line.model == model and line.kv_kept is not None
+        if (line.model, line.seed) == (model, seed) and line.kv_kept is not None
     }
     if not shares:
-        raise UserError(f"no line says what {model!r} keeps.")
+        raise UserError(f"no line says what {model!r} of seed {seed} keeps.")
     return shares
