@@ -30,6 +30,7 @@ ORDER = [
     "evaluation",
     "analysis",
     "looking",
+    "shrink",
     "paper",
     "cli",
     "__main__",

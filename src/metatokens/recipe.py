@@ -351,6 +351,14 @@ class ShrinkRecipe(_Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _has_batches_of_tokens(self) -> "ShrinkRecipe":
+        if self.training.per_device_train_batch_size != 1:
+            raise ValueError(
+                "training.per_device_train_batch_size is 1 for shrink: mixture.tokens decides the size of a batch"
+            )
+        return self
+
 
 @dataclass(frozen=True)
 class Phase:

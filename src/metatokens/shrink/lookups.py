@@ -7,19 +7,20 @@ from importlib.resources import files
 from itertools import chain, pairwise
 from pathlib import Path
 from string import Formatter
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.tokenizer import beginning_of, encode_text, encode_with_control
-from metatokens.errors import UserError, broken_rule
+from metatokens.errors import UserError, broken_rule, one_line
 from metatokens.recipe import parse_yaml
 from metatokens.shrink.texts import Entities, Prose
 
-KINDS = ("statement", "question", "keys", "several")
+Kind = Literal["statement", "question", "keys", "several"]
+KINDS = get_args(Kind)
 PASSAGE = "passage"  # the kind of look-up that repeats a passage of the text
 CHAT = "chat"  # and that of questions which are asked in the model's own form of a conversation
 CUE, REPEATED = 12, 8  # tokens of a passage that are given, and that the model has to add
@@ -32,8 +33,8 @@ class Form(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kind: str
-    state: tuple[str, ...]
+    kind: Kind
+    state: Annotated[tuple[str, ...], Field(min_length=1)]
     ask: str
     answer: str
 
@@ -42,12 +43,23 @@ class Form(BaseModel):
     def _as_several(cls, state: Any) -> Any:
         return (state,) if isinstance(state, str) else tuple(state)
 
+    @model_validator(mode="after")
+    def _states_what_it_asks(self) -> "Form":
+        stated = _placeholders("".join(self.state))
+        for name in self.placeholders:
+            if name not in stated:
+                raise ValueError(f"{{{name}}} is asked for, and not stated")
+        return self
+
     @property
     def placeholders(self) -> list[str]:
         """The names of all placeholders, each once."""
-        texts = "".join([*self.state, self.ask, self.answer])
-        names = [name for _, name, _, _ in Formatter().parse(texts) if name is not None]
-        return list(dict.fromkeys(names))
+        return _placeholders("".join([*self.state, self.ask, self.answer]))
+
+
+def _placeholders(text: str) -> list[str]:
+    names = [name for _, name, _, _ in Formatter().parse(text) if name is not None]
+    return list(dict.fromkeys(names))
 
 
 Forms = dict[str, tuple[Form, ...]]  # by purpose, `train` and `test`
@@ -66,7 +78,7 @@ def read_forms(file: Path | None = None) -> Forms:
     try:
         further = _parsed(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, TypeError) as error:
-        raise UserError(f"{file} holds no forms of look-ups: {error}.") from error
+        raise UserError(f"{file} holds no forms of look-ups: {one_line(error)}.") from error
     return {purpose: forms[purpose] + further.get(purpose, ()) for purpose in forms}
 
 
@@ -80,7 +92,7 @@ def _parsed(text: str) -> Forms:
     return forms
 
 
-def _form(kind: str, fields: dict[str, Any]) -> Form:
+def _form(kind: Any, fields: dict[str, Any]) -> Form:
     try:
         form = Form(kind=kind, **fields)
         unknown = [name for name in form.placeholders if not _PLACEHOLDER.fullmatch(name)]
@@ -188,14 +200,18 @@ class Lookups:
             beyond: the fewest tokens between the last fact and the end of the text. If the text has no room for that,
                 the facts come first.
             forms: the facts take them in turn.
-            facts: how many.
+            facts: how many; fewer if they do not fit in the text.
             chat: the text is the beginning of a user's message, and each question ends one.
+
+        Raises:
+            UserError: if no fact fits in the text.
         """
         if chat and self.turns is None:
             raise ValueError("the model has no chat template")
-        stated, questions = self._facts(generator, forms, facts, chat)
         opening = self.turns.opening if self.turns and chat else self._beginning
-        size = length - len(opening) - sum(map(len, stated))
+        room = length - len(opening)
+        stated, questions = self._facts(generator, forms, facts, chat, room)
+        size = room - sum(map(len, stated))
         start = self._start(generator, size)
         text = self.prose.ids[start : start + size]
         ends = self.prose.ends
@@ -223,26 +239,34 @@ class Lookups:
         return int(generator.choice(starts)) + 1 if len(starts) else 0
 
     def _facts(
-        self, generator: np.random.Generator, forms: Sequence[Form], count: int, chat: bool
+        self,
+        generator: np.random.Generator,
+        forms: Sequence[Form],
+        count: int,
+        chat: bool,
+        room: int,
     ) -> tuple[list[list[int]], list[Question]]:
-        """The ids of all sentences that state something, and the questions."""
+        """The ids of all sentences that state something, at most `room`, and the questions."""
         drawn = self._drawn(generator)
-        texts: list[tuple[str, str, list[str]]] = []
-        kinds: list[str] = []
+        questions: list[Question] = []
+        remaining: list[list[list[int]]] = []
         for number in range(count):
             form = forms[number % len(forms)]
             values = {name: next(drawn[name.rstrip("0123456789")]) for name in form.placeholders}
-            stated = [sentence.format_map(values) for sentence in form.state]
-            texts.append((form.ask.format_map(values), form.answer.format_map(values), stated))
-            kinds.append(form.kind)
+            stated = self._encoded([sentence.format_map(values) for sentence in form.state])
+            room -= sum(map(len, stated))
+            if room < 0:
+                break
+            ask, answer = form.ask.format_map(values), form.answer.format_map(values)
+            remaining.append(stated)
+            questions.append(
+                self._chat_question(ask, answer) if chat else self._question(form.kind, ask, answer)
+            )
+        if not questions:
+            raise UserError("a text with look-ups is too short for its first fact.")
         # Sentences of one fact stay in their order, wherever those of others come.
-        owners = [number for number, (_, _, stated) in enumerate(texts) for _ in stated]
-        remaining = [self._encoded(stated) for _, _, stated in texts]
+        owners = [number for number, stated in enumerate(remaining) for _ in stated]
         sentences = [remaining[owner].pop(0) for owner in generator.permutation(owners)]
-        questions = [
-            self._chat_question(ask, answer) if chat else self._question(kind, ask, answer)
-            for kind, (ask, answer, _) in zip(kinds, texts, strict=True)
-        ]
         return sentences, questions
 
     def _encoded(self, texts: Sequence[str]) -> list[list[int]]:

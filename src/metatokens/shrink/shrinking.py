@@ -30,7 +30,7 @@ from metatokens.shrink.mixture import MOST_FORMS, Mixture
 from metatokens.shrink.page import Findings, write_page
 from metatokens.shrink.texts import HELD_OUT_EVERY, UserText
 from metatokens.tasks.example import Encoded, read_examples
-from metatokens.training.run_folder import open_run
+from metatokens.training.run_folder import SETTINGS, open_run
 from metatokens.training.trainer import Progress, train, unwatched
 
 SINKS = 4  # the first positions, which every block keeps
@@ -111,6 +111,8 @@ def shrink(
         UserError: if model, text and settings do not fit each other.
     """
     run = _Run(recipe, model, list(corpora), out, forms, questions)
+    if not (out / SETTINGS).exists():
+        run.lookups("train")  # refuses a text that is too short before anything is written
     with open_run(out, run.settings, overwrite=overwrite, inputs=[model, forms, questions]):
         run.choose(watch)
         for arm in run.arms(controls=controls):
@@ -135,23 +137,31 @@ class _Run:
         questions: Path | None,
     ):
         self.recipe, self.model, self.corpora, self.out = recipe, model, corpora, out
-        self.forms, self.questions = read_forms(forms), questions
+        self.forms = read_forms(forms)
         base, self.tokenizer = load_base_and_tokenizer(model)
+        model_sha256 = weights_sha256(Path(base.config.name_or_path))
         self.limit = int(base.config.get_text_config().max_position_embeddings)
         self.blocks = own_blocks(base.config)
+        # Refuses what cannot forget, and blocks that are not there.
+        apply_text_window(
+            add_meta_attention(base, self.tokenizer, layers=[]),
+            1,
+            full_layers=recipe.cache.full_layers,
+        )
+        rule = recipe.cache.landmarks
+        self.landmarks = None if rule is None else Landmarks(self.tokenizer, rule)
+        self.longest = min(recipe.mixture.longest, self.limit // 2)
+        self.length = min(recipe.cache.length, self.limit)
+        self._window(self._full_blocks)  # refuses a share without room for it
+        self.records = [] if questions is None else read_examples(questions, self.tokenizer)
         self.settings = {
             "verb": "shrink",
             "recipe": recipe.model_dump(mode="json", exclude=WITHOUT_EFFECT),
-            "model_sha256": weights_sha256(Path(base.config.name_or_path)),
+            "model_sha256": model_sha256,
             "corpora": corpora,
             "forms": [form.model_dump() for purpose in self.forms.values() for form in purpose],
             "questions_sha256": questions and file_sha256(questions),
         }
-        apply_text_window(
-            add_meta_attention(base, self.tokenizer, layers=[]), 1
-        )  # refuses what cannot forget
-        self.longest = min(recipe.mixture.longest, self.limit // 2)
-        self.length = min(recipe.cache.length, self.limit)
         self.cache: Kept  # of the shrunk model, once it is chosen
 
     def _base(self) -> Any:
@@ -163,15 +173,13 @@ class _Run:
         return model
 
     @cached_property
-    def landmarks(self) -> Landmarks | None:
-        """The rule of the meta-tokens."""
-        rule = self.recipe.cache.landmarks
-        return None if rule is None else Landmarks(self.tokenizer, rule)
-
-    @cached_property
     def text(self) -> UserText:
         """The user's text."""
         lengths = [length for length in self.recipe.tests.texts if length <= self.limit]
+        if not lengths:
+            raise UserError(
+                f"no length of tests.texts is within the model's limit of {self.limit:,} tokens: give a shorter one."
+            )
         return UserText(self.tokenizer, self.corpora, max([self.longest, *lengths]))
 
     def lookups(self, split: str) -> Lookups:
@@ -187,14 +195,10 @@ class _Run:
 
     def choose(self, watch: Watch) -> None:
         """Choose the blocks that keep everything: those of the recipe, or those that need it most by measurement."""
-        cache = self.recipe.cache
-        count = cache.full_blocks
-        if count is None:
-            count = max(1, round(self.blocks * cache.keep / 2))
-        full_layers = cache.full_layers
+        full_layers = self.recipe.cache.full_layers
         if full_layers is None:
-            losses = self.block_losses(self._window(count), watch)
-            full_layers = most_needed(losses, count)
+            losses = self.block_losses(self._window(self._full_blocks), watch)
+            full_layers = most_needed(losses, self._full_blocks)
         self.cache = Kept(self._window(len(full_layers)), full_layers)
 
     def arms(self, *, controls: bool) -> list[Arm]:
@@ -209,13 +213,24 @@ class _Run:
     def _window(self, full_blocks: int) -> int:
         """The window with which the share is kept of a text of the length, next to so many full blocks."""
         full_share = full_blocks / self.blocks
-        window = int((self.recipe.cache.keep - full_share) / (1 - full_share) * self.length) - SINKS
+        rest = max(0.0, self.recipe.cache.keep - full_share)
+        window = int(rest / (1 - full_share) * self.length) - SINKS if rest else 0
         if window < FEWEST:
             raise UserError(
                 f"a cache that keeps {self.recipe.cache.keep:.3g} of {self.length:,} tokens has no room for a window "
                 f"next to {full_blocks} full blocks of {self.blocks}: keep more, or fewer full blocks."
             )
         return window
+
+    @property
+    def _full_blocks(self) -> int:
+        """How many blocks keep everything."""
+        cache = self.recipe.cache
+        if cache.full_layers is not None:
+            return len(cache.full_layers)
+        if cache.full_blocks is not None:
+            return cache.full_blocks
+        return max(1, round(self.blocks * cache.keep / 2))
 
     @property
     def _beyond(self) -> int:
@@ -360,12 +375,9 @@ class _Run:
 
     def _user_records(self, *, is_held_out: bool) -> list[Encoded]:
         """The user's own records to train on, or those to measure on."""
-        if self.questions is None:
-            return []
-        records = read_examples(self.questions, self.tokenizer)
         return [
             record
-            for number, record in enumerate(records, start=1)
+            for number, record in enumerate(self.records, start=1)
             if (number % HELD_OUT_EVERY == 0) == is_held_out
         ]
 

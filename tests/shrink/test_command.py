@@ -1,0 +1,289 @@
+"""`metatokens shrink` from end to end: what it leaves, how it goes on, and what it refuses."""
+
+import json
+import shutil
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+
+from metatokens.recipe import ShrinkRecipe, load_recipe
+from metatokens.shrink import shrinking
+from tests.shrink.small import BLOCKS, LONGEST, write_documents
+
+RECIPE = f"""
+cache: {{length: 128}}
+mixture: {{tokens: 256, longest: 256}}
+tests: {{texts: {{{LONGEST}: 2}}, excerpts: 3, choosing: 1, cost_lengths: [200], cost_rounds: 1}}
+training: {{max_steps: 3, save_steps: 1, warmup_steps: 1, learning_rate: 0.01, lora_rank: 2,
+  per_device_train_batch_size: 1}}
+"""
+STEPS = ("train", "Measuring", "costs", "losses_of_blocks")  # of a run, by their names
+WINDOW, WINDOW_ALONE = (
+    28,
+    60,
+)  # of half of 128 tokens, besides 4 sinks, with a full block of 3 or none
+NEW_KINDS = ("statement", "question", "keys", "several", "chat")
+WEIGHTS = "model/model.safetensors"
+QUESTION = {"prompt": "The word is bird. What is the word?", "completion": " bird"}
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Could not find a config file"),
+]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """A recipe of three steps."""
+    file = tmp_path_factory.mktemp("recipe") / "small.yaml"
+    file.write_text(RECIPE)
+    return file
+
+
+@pytest.fixture(scope="module")
+def line(base, corpus, recipe):
+    """A command line without controls, to which `--out` is added."""
+    return f"shrink --model {base} --text {corpus} --recipe {recipe} --no-controls --keep 1/2"
+
+
+@pytest.fixture(scope="module")
+def call(base, corpus, recipe):
+    """Does in Python what that line does."""
+    settings = load_recipe(ShrinkRecipe, str(recipe), ["cache.keep=0.5"])
+
+    def shrink(out, **options):
+        shrinking.shrink(settings, base, [str(corpus)], out, controls=False, **options)
+
+    return shrink
+
+
+@pytest.fixture(scope="module")
+def finished(call, tmp_path_factory):
+    """The folder of such a run."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    call(out)
+    return out
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """A copy of that folder."""
+    return shutil.copytree(finished, tmp_path / "copy")
+
+
+@pytest.fixture
+def no_step(monkeypatch):
+    """Has every step of a run fail."""
+    for name in STEPS:
+        monkeypatch.setattr(shrinking, name, None)  # a call would end in a TypeError
+
+
+def succeed(metatokens, line):
+    """Run a line to its end: its standard error."""
+    status, output, error = metatokens(line)
+    assert (status, output) == (0, ""), error
+    return error
+
+
+def figures_of(out, name="shrunk"):
+    """The results of a model, without the time at which they were measured."""
+    lines = (out / f"results/{name}.jsonl").read_text().splitlines()
+    return [json.loads(line) | {"created": None} for line in lines]
+
+
+def window_of(folder):
+    """The window and the full layers in a model's configuration."""
+    fields = json.loads((folder / "config.json").read_text())["meta_attention"]
+    return fields["text_window"], fields["text_full_layers"]
+
+
+def test_a_run_leaves_a_model_that_forgets(finished):
+    losses = json.loads((finished / "blocks.json").read_text())
+    full_layer = max(losses[1:], key=lambda loss: loss["loss"])["block"]  # the first is of none
+    model = AutoModelForCausalLM.from_pretrained(finished / "model")
+    ids = torch.arange(200)[None]
+
+    output = model.generate(
+        ids, max_new_tokens=5, eos_token_id=None, do_sample=False, return_dict_in_generate=True
+    )
+
+    assert (model.config.text_window, model.config.text_full_layers) == (WINDOW, [full_layer])
+    assert output.sequences.shape[1] == 205
+    entries = [layer.keys.shape[2] for layer in output.past_key_values.layers[:BLOCKS]]
+    assert entries.pop(full_layer) == 204
+    assert max(entries) < 2 * WINDOW
+
+
+def test_the_page_has_the_figures_of_the_results(finished):
+    page = (finished / "page.html").read_text()
+    counts, shares = [], []
+    for name in ("full-cache-as-it-was", "shrunk"):
+        lines = [line for line in figures_of(finished, name) if line["metric"] == "exact_match"]
+        assert {line["task"] for line in lines} == {*NEW_KINDS, "trained form", "passage"}
+        new = [line for line in lines if line["task"] in NEW_KINDS]
+        hits = sum(round(line["value"] * line["n"]) for line in new)
+        n = sum(line["n"] for line in new)
+        counts.append(f"<td>{100 * hits / n:.0f} ({n})</td>")
+        share = np.mean([line.get("kv_kept", 1) for line in lines])
+        shares.append(f"<td>{100 * share:.1f}</td>")
+    assert f"<td>all look-ups of forms without training</td>{''.join(counts)}" in page
+    assert f"<td>kept, %</td>{''.join(shares)}" in page
+    for cost in json.loads((finished / "costs.json").read_text()):
+        assert f"<td>{cost['cache']}</td><td>{cost['cache_bytes'] / 1e6:.1f}</td>" in page
+
+
+@pytest.mark.usefixtures("no_step")
+def test_a_finished_run_does_no_step_again(copy, line, metatokens, contents):
+    before = contents(copy)
+    told = succeed(metatokens, f"{line.replace('1/2', '0.5')} --out {copy}")
+    assert told == f"model: {copy}/model\npage: {copy}/page.html\n"
+    assert contents(copy) | {"page.html": before["page.html"]} == before
+
+
+def test_controls_are_added_to_a_run(copy, line, metatokens, contents):
+    before = contents(copy)
+    succeed(metatokens, f"{line} --controls --out {copy}")
+    after = contents(copy)
+    assert {name for name in before if after[name] != before[name]} == {"page.html"}
+    assert window_of(copy / "controls/full") == (None, None)
+    assert window_of(copy / "controls/window") == (WINDOW_ALONE, None)
+    page = after["page.html"].decode()
+    assert "a window alone, trained alike" in page
+    assert "full cache, trained alike: " in page
+
+
+def test_a_run_that_was_killed_in_its_training_goes_on(copy, finished, line, metatokens):
+    shutil.rmtree(copy / "model/checkpoints/checkpoint-3")
+    for name in ("model/manifest.json", WEIGHTS, "results/shrunk.jsonl", "costs.json"):
+        (copy / name).unlink()
+
+    succeed(metatokens, f"{line} --out {copy}")
+
+    assert (copy / WEIGHTS).read_bytes() == (finished / WEIGHTS).read_bytes()
+    assert figures_of(copy) == figures_of(finished)
+    assert (copy / "costs.json").exists()
+
+
+def test_a_run_that_is_interrupted_in_each_step_goes_on(finished, call, tmp_path):
+    out = tmp_path / "run"
+    interrupted = set()
+
+    @contextmanager
+    def interrupt_once(step):
+        def progress(done, total, figures):
+            if step not in interrupted:
+                interrupted.add(step)
+                raise KeyboardInterrupt
+
+        yield progress
+
+    for _ in range(5):
+        with pytest.raises(KeyboardInterrupt):
+            call(out, watch=interrupt_once)
+    call(out, watch=interrupt_once)
+
+    assert {"choose blocks", "train: shrunk", "memory and speed"} < interrupted
+    assert (out / WEIGHTS).read_bytes() == (finished / WEIGHTS).read_bytes()
+    assert figures_of(out) == figures_of(finished)
+
+
+def test_options_reach_the_run(line, tmp_path, metatokens):
+    forms, questions, out = (tmp_path / name for name in ("forms.yaml", "own.jsonl", "run"))
+    forms.write_text('train: {keys: [{state: " {name}!", ask: "\\nWho?", answer: " {name}"}]}')
+    questions.write_text(f"{json.dumps(QUESTION)}\n" * 23)
+    inputs = f"--forms {forms} --questions {questions}"
+
+    succeed(metatokens, f"{line} --out {out} --full-layers 2 --landmarks sentence {inputs}")
+
+    assert not (out / "blocks.json").exists()
+    assert window_of(out / "model") == (WINDOW, [2])
+    assert " {name}!" in (out / "settings.json").read_text()
+    *_, prose = figures = figures_of(out)
+    assert [line["n"] for line in figures if line.get("task") == "own"] == [2]  # every tenth
+    assert "Your own held-out questions" in (out / "page.html").read_text()
+    without_landmarks = (1 + (BLOCKS - 1) * (WINDOW + 4) / 256) / BLOCKS
+    assert prose["kv_kept"] > without_landmarks + 0.005
+
+
+MISTAKES = {
+    "--keep 0": "cache.keep: Input should be greater than 0",
+    "--keep 1": "cache.keep: Input should be less than 1",
+    "--keep x": "--keep 'x' is no share: give one such as 1/8 or 0.125",
+    "--keep 1/0": "--keep '1/0' is no share",
+    "--keep nan": "cache.keep: Input should be",
+    "--keep 1/8": "has no room for a window next to 1 full blocks of 3",
+    "--full-layers 0,1,2": "has no room for a window next to 3 full blocks of 3",
+    "--set cache.full_blocks=9": "has no room for a window next to 9 full blocks of 3",
+    "--full-layers 3": "text_full_layers is [3]; give a list of some of 0 to 2",
+    "--full-layers 1,1": "text_full_layers is [1, 1]; give a list of some of 0 to 2",
+    "--full-layers x": "full-layers 'x' must be numbers of at least 0",
+    "--landmarks page": "'page' is no rule for landmarks",
+    "--set training.per_device_train_batch_size=2": "mixture.tokens decides the size of a batch",
+    "--set training.text_window=8": "cache.keep decides the window",
+    "--set mixture.longest=100": "mixture.longest: Input should be greater than or equal to 128",
+    "--set 'tests.texts={2000: 1}'": "within the model's limit of 1,024 tokens",
+    "--text nowhere.txt": "nowhere.txt",
+    "--questions nowhere.jsonl": "nowhere.jsonl",
+    "--questions empty.jsonl": "empty.jsonl holds no record",
+    "--forms nowhere.yaml": "nowhere.yaml holds no forms of look-ups",
+    "--model nowhere": "there is no folder nowhere",
+    "--model sliding": "some of its blocks have a sliding window of their own",
+}
+
+
+@pytest.fixture(scope="module")
+def ground(base, tmp_path_factory):
+    """A folder with what cannot be used."""
+    folder = tmp_path_factory.mktemp("ground")
+    (folder / "empty.jsonl").touch()
+    shutil.copytree(base, folder / "sliding")
+    settings = json.loads((base / "config.json").read_text())
+    names = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")
+    sizes = {name: settings[name] for name in names}
+    MistralForCausalLM(
+        MistralConfig(**sizes, num_hidden_layers=2, sliding_window=8)
+    ).save_pretrained(folder / "sliding")
+    return folder
+
+
+def refused(metatokens, line):
+    """The one sentence with which a line ends."""
+    status, output, error = metatokens(line)
+    assert (status, output, error.count("\n")) == (2, "", 1), error
+    assert error.startswith("metatokens: ")
+    assert error.endswith(".\n")
+    return error
+
+
+@pytest.mark.parametrize(("options", "words"), MISTAKES.items(), ids=[*MISTAKES])
+def test_a_mistake_is_one_sentence_before_anything_is_written(
+    options,
+    words,
+    ground,
+    line,
+    tmp_path,
+    metatokens,
+    monkeypatch,
+):
+    monkeypatch.chdir(ground)
+    assert words in refused(metatokens, f"{line} --out {tmp_path}/new {options}")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("no_step")
+def test_a_short_text_is_refused_and_more_is_taken(line, corpus, documents, tmp_path, metatokens):
+    short = write_documents(tmp_path / "short.jsonl", documents[:20])
+    line_of_short = f"{line.replace(str(corpus), str(short))} --out {tmp_path}/run"
+    assert "needed: give more text with --text" in refused(metatokens, line_of_short)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):  # the first step
+        metatokens(f"{line_of_short} --text {corpus}")
+
+
+def test_another_run_is_kept(copy, line, metatokens, contents):
+    before = contents(copy)
+    error = refused(metatokens, f"{line} --keep 0.6 --out {copy}")
+    assert "holds a run with other settings (recipe.cache.keep was 0.5 and is now 0.6)" in error
+    assert contents(copy) == before

@@ -1,0 +1,148 @@
+"""Look-ups: each fact is in its text, whole and early enough, and its question reads as the form says."""
+
+import re
+
+import numpy as np
+import pytest
+
+from metatokens.errors import UserError
+from metatokens.shrink.lookups import Turns
+from tests.shrink.small import TEMPLATE
+
+LENGTH, BEYOND, FACTS = 400, 100, 3
+PLACEHOLDER = re.compile(r"\\{(\w+)\\}")
+ANSWERING = "\n<|endoftext|>assistant\n"
+CLOSING = "\n<|endoftext|>user\n"
+
+
+def pattern_of(template, values):
+    """What matches a text of a form, in which the values of some placeholders are known."""
+    groups = set()
+
+    def of_placeholder(match):
+        name = match[1]
+        if name in values:
+            return re.escape(values[name])
+        if name in groups:
+            return f"(?P={name})"
+        groups.add(name)
+        return rf"(?P<{name}>\w+)"
+
+    return re.compile(PLACEHOLDER.sub(of_placeholder, re.escape(template)))
+
+
+def asked_of_form(lookups, number, *, chat):
+    """Facts of the form with this number."""
+    return lookups.draw(
+        np.random.default_rng(number),
+        length=LENGTH,
+        beyond=BEYOND,
+        forms=[lookups.forms[number]],
+        facts=FACTS,
+        chat=chat,
+    )
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("chat", [False, True])
+def test_each_fact_is_whole_and_far_from_the_end(split, chat, lookups, tokenizer):
+    entities = lookups[split].entities
+    drawn = {*entities.names, *entities.words, *map(str, range(100, 10_000))}
+    for form_number, form in enumerate(lookups[split].forms):
+        ask, answer = form.ask, form.answer
+        if chat:
+            question, mark, _ = ask.partition("?")
+            ask, answer = question + mark + ANSWERING, answer.lstrip()
+
+        asked = asked_of_form(lookups[split], form_number, chat=chat)
+
+        assert len(asked.text) == LENGTH
+        early_text = tokenizer.decode(asked.text[:-BEYOND])
+        answers = set()
+        for question in asked.questions:
+            both = tokenizer.decode(question.ids + question.answer)
+            match = pattern_of(ask + answer, {}).fullmatch(both)
+            assert match, (both, form)
+            values = match.groupdict()
+            assert drawn.issuperset(values.values())
+            assert tokenizer.decode(question.answer) == answer.format_map(values)
+            end = 0
+            for sentence in form.state:
+                statement = pattern_of(sentence, values).search(early_text, end)
+                assert statement, (sentence, values, early_text)
+                end = statement.end()
+            answers.add(tuple(question.answer))
+        assert len(answers) == len(asked.questions) == FACTS
+
+
+def test_the_text_around_facts_is_prose(lookups, tokenizer):
+    asked = asked_of_form(lookups["train"], 0, chat=False)
+    beginning = len(tokenizer("")["input_ids"])
+    assert asked.text[:beginning] == tokenizer("")["input_ids"]
+
+    sentence = re.compile(r" The code word for \w+ is \w+\.")
+    text = tokenizer.decode(asked.text[beginning:])
+    assert len(sentence.findall(text)) == FACTS
+    assert sentence.sub("", text) in tokenizer.decode(lookups["train"].prose.ids.tolist())
+
+
+def test_a_conversation_is_the_templates(lookups, plain):
+    roles = ["user", "assistant"] * FACTS + ["user"]
+    for number in range(len(lookups["test"].forms)):
+        asked = asked_of_form(lookups["test"], number, chat=True)
+        ids = list(asked.text)
+        for question in asked.questions:
+            ids += [*question.ids, *question.answer, *question.closing]
+        contents = re.split(re.escape(ANSWERING) + "|" + re.escape(CLOSING), plain.decode(ids))
+        contents[0] = contents[0].removeprefix("<|endoftext|>user\n")
+        messages = [
+            {"role": role, "content": content}
+            for role, content in zip(roles, contents, strict=True)
+        ]
+
+        expected = plain.apply_chat_template(messages)["input_ids"]
+
+        assert contents[-1] == ""
+        assert plain.decode(expected[len(ids) :]) == "\n"
+        assert expected[: len(ids)] == ids
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        None,
+        TEMPLATE.replace("{% if add_generation_prompt %}<", "{% if add_generation_prompt %}A: <"),
+        TEMPLATE.replace("message.content", "message.content ~ message.content"),
+    ],
+)
+def test_a_template_that_does_not_repeat_itself_is_not_used(template, documents, tokenizer):
+    before = tokenizer.chat_template
+    tokenizer.chat_template = template
+    try:
+        assert Turns.of(tokenizer) is None
+    finally:
+        tokenizer.chat_template = before
+
+
+def test_a_passage_continues_in_the_text(lookups, tokenizer):
+    asked = asked_of_form(lookups["train"], 0, chat=False)
+    rows = [asked.text[start : start + 20] for start in range(LENGTH - BEYOND - 19)]
+    starts = set()
+    for seed in range(50):
+        passage = lookups["train"].passage(np.random.default_rng(seed), asked, BEYOND)
+        assert len(passage.answer) == 8
+        line_end, cue = passage.ids[:-12], passage.ids[-12:]
+        assert tokenizer.decode(line_end) == "\n"
+        starts.add(rows.index([*cue, *passage.answer]))
+    assert max(starts) - min(starts) > len(rows) / 2
+
+
+def test_facts_that_do_not_fit_are_left_out(lookups):
+    draw = lookups["train"]
+    options = {"beyond": 8, "forms": draw.forms, "facts": 8}
+    for length in range(30, 130):
+        asked = draw.draw(np.random.default_rng(length), length=length, **options)
+        assert len(asked.text) == length
+        assert min(8, length // 20) - 1 <= len(asked.questions) <= 8
+    with pytest.raises(UserError, match="too short for its first fact"):
+        draw.draw(np.random.default_rng(0), length=8, **options)

@@ -1,0 +1,212 @@
+"""What is measured of a model, next to whole passes over all tokens, one question after another."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from metatokens.data.landmarks import Landmarks
+from metatokens.records import pack_hits
+from metatokens.retrofit.text_window import apply_text_window, text_window_of
+from metatokens.shrink import measuring
+from metatokens.shrink.answering import AT_ONCE, answer_logits, read
+from metatokens.shrink.choosing import BlockLoss, losses_of_blocks, most_needed
+from metatokens.shrink.cost import NEW, costs
+from metatokens.shrink.shrinking import SINKS
+from tests.numbers import decoder_roundings, rounding_bound
+from tests.shrink.small import BLOCKS, HEAD_SIZE, KEY_HEADS
+
+WINDOW, FULL = 40, [1]
+LENGTH = AT_ONCE + 100  # tokens, read in two chunks
+ROUNDED = rounding_bound(torch.float32, decoder_roundings(torch.float32, BLOCKS, 32, LENGTH))
+
+
+@torch.no_grad()
+def whole_pass(model, ids):
+    """The logits of all positions without a cache, (tokens, vocabulary)."""
+    logits = model(torch.tensor([ids]), use_cache=False).logits[0]
+    return logits
+
+
+@dataclass
+class Case:
+    """A model with the full cache or a smaller one, which reads texts with landmarks or without.
+
+    Attributes:
+        model: in evaluation mode.
+        window: what it keeps in all blocks but FULL; None: everything.
+        landmarks: where meta-tokens are inserted, if anywhere.
+    """
+
+    model: Any
+    window: int | None
+    landmarks: Landmarks | None
+
+    def read_as(self, ids):
+        """The ids with the landmarks."""
+        return list(ids) if self.landmarks is None else self.landmarks.insert_into(ids)
+
+    def expected_logits(self, text, question):
+        """The logits of an answer's tokens by a pass over text, question and answer."""
+        before = [*self.read_as(text), *self.read_as(question.ids)]
+        return whole_pass(self.model, [*before, *question.answer])[len(before) - 1 : -1]
+
+    def expected_share(self, rows):
+        """The share of keys and values that are kept, position by position."""
+        if self.window is None:
+            return None
+        entries, seen = 0, 0
+        for ids in map(self.read_as, rows):
+            for position, token in enumerate(ids):
+                is_near = position >= len(ids) - self.window
+                is_first = position < SINKS
+                is_meta = token == self.model.config.meta_token_id
+                seen += BLOCKS if is_near or is_first or is_meta else len(FULL)
+                entries += BLOCKS
+        return round(seen / entries, 4)
+
+
+@pytest.fixture(
+    params=[(None, None), (None, "every:7"), (WINDOW, None), (WINDOW, "every:7")], ids=str
+)
+def case(request, model, tokenizer):
+    window, rule = request.param
+    apply_text_window(model, window, full_layers=FULL if window else None)
+    return Case(model, window, rule and Landmarks(tokenizer, rule))
+
+
+def drawn(lookups, seed, length):
+    """A text with facts that are farther than the window from its end."""
+    draw = lookups["test"]
+    return draw.draw(
+        np.random.default_rng(seed),
+        length=length,
+        beyond=2 * WINDOW,
+        forms=draw.forms[:3],
+        facts=3,
+    )
+
+
+def test_an_answer_after_a_cache_is_that_of_one_pass(case, lookups):
+    asked = drawn(lookups, 0, LENGTH)
+
+    cache = read(case.model, case.read_as(asked.text))
+
+    for question in 2 * asked.questions:  # the cache stays as it is
+        expected = case.expected_logits(asked.text, question)
+        logits = answer_logits(case.model, cache, question, case.landmarks)
+        is_finite = expected.isfinite()  # meta-tokens are never predicted
+        assert torch.equal(logits.isfinite(), is_finite)
+        largest = expected[is_finite].abs().max()
+        assert (logits - expected)[is_finite].abs().max() <= ROUNDED * largest
+
+
+def test_rates_are_what_generation_finds(case, lookups):
+    texts = []
+    for seed in range(3):
+        asked = drawn(lookups, seed, length=200)
+        for question in asked.questions:
+            ids = case.read_as(asked.text) + case.read_as(question.ids)
+            written = case.model.generate(
+                torch.tensor([ids]), max_new_tokens=3, do_sample=False, eos_token_id=None
+            )
+            question.answer[:] = written[0, len(ids) :].tolist()
+        asked.questions[seed].answer[seed] += 1  # another token of each text's answers is wrong
+        texts.append(asked)
+
+    tests = measuring.Tests({200: texts}, [])
+    of_model = measuring.Measuring(case.model, "name", seed=7, landmarks=case.landmarks)
+    results = {result.task: result for result in of_model.results(tests)}
+
+    hits = {}
+    for seed, asked in enumerate(texts):
+        for number, question in enumerate(asked.questions):
+            hits.setdefault(question.kind, []).append(number != seed)
+    assert results.keys() == hits.keys()
+    for kind, of_kind in hits.items():
+        result = results[kind]
+        assert (result.model, result.seed, result.length) == ("name", 7, 200)
+        assert result.value == pytest.approx(np.mean(of_kind))
+        assert (result.n, result.hits) == (len(of_kind), pack_hits(of_kind))
+        assert result.kv_kept == case.expected_share([asked.text for asked in texts])
+
+
+def test_perplexity_is_that_of_the_second_half(case, text):
+    excerpts = text.held_out.excerpts(2, 201)
+
+    tests = measuring.Tests({}, excerpts)
+    of_model = measuring.Measuring(case.model, "name", seed=7, landmarks=case.landmarks)
+
+    for excerpt, result in zip(excerpts, of_model.results(tests), strict=True):
+        ids = case.read_as(excerpt)
+        predicted = whole_pass(case.model, ids).log_softmax(dim=-1)
+        losses = [
+            -predicted[position - 1, token].item()
+            for position, token in enumerate(ids)
+            if token != case.model.config.meta_token_id and position
+        ][-101:]
+        assert result.n == 101
+        assert result.value == pytest.approx(math.exp(np.mean(losses)), rel=40 * ROUNDED)
+        error = 1.96 * np.std(losses, ddof=1) / math.sqrt(101)
+        assert result.high == pytest.approx(math.exp(np.mean(losses) + error), rel=1e-3)
+        assert result.kv_kept == case.expected_share([excerpt])
+
+
+def mean_loss(model, tests):
+    """Nats of an answer, by a pass for each question."""
+    losses = []
+    for asked in tests:
+        for question in asked.questions:
+            predicted = Case(model, None, None).expected_logits(asked.text, question)
+            target = torch.tensor(question.answer)[:, None]
+            losses.append(-predicted.log_softmax(dim=-1).gather(1, target).sum().item())
+    return sum(losses) / len(losses)
+
+
+def test_the_loss_of_each_block_is_that_of_a_pass_with_a_window(model, lookups):
+    tests = [drawn(lookups, seed, length=260) for seed in range(2)]
+    expected = [mean_loss(model, tests)]
+    for others in ([1, 2], [0, 2], [0, 1]):
+        apply_text_window(model, WINDOW, full_layers=others)
+        expected.append(mean_loss(model, tests))
+    apply_text_window(model, None)
+    seen = []
+
+    losses = losses_of_blocks(model, tests, WINDOW, lambda *done: seen.append(done))
+
+    assert [(loss.block, loss.n) for loss in losses] == [(None, 6), (0, 6), (1, 6), (2, 6)]
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert [loss.loss for loss in losses] == pytest.approx(expected, abs=1e-4)
+    assert len(set(expected)) == 4  # each block matters
+    assert mean_loss(model, tests) == expected[0]  # the model has the full cache again
+
+
+def test_the_blocks_that_cost_most_are_needed_most():
+    costs_of_blocks = {None: 9.0, 0: 2.0, 1: 5.0, 2: 1.0, 3: 4.0}
+    losses = [
+        BlockLoss(block=block, loss=loss, answered=0, n=1)
+        for block, loss in costs_of_blocks.items()
+    ]
+    assert most_needed(losses, 0) == []
+    assert most_needed(losses, 3) == [0, 1, 3]
+
+
+def test_the_bytes_of_a_cache(model, text):
+    apply_text_window(model, WINDOW, full_layers=FULL)
+    before = text_window_of(model.config)
+    per_position = 2 * KEY_HEADS * HEAD_SIZE * 4  # keys and values in float32, of a block
+    of_full_block = per_position * (300 + NEW)
+
+    full, small = costs(model, text.held_out.ids, 300, rounds=1)
+
+    assert text_window_of(model.config) == before
+    assert (full.cache, full.length, full.cache_bytes) == ("full", 300, BLOCKS * of_full_block)
+    of_window = (small.cache_bytes - of_full_block) / (BLOCKS - 1) / per_position
+    assert (small.cache, small.length) == ("shrunk", 300)
+    # Besides what the next token sees, a cache holds up to 16 entries that it will drop together.
+    assert SINKS + WINDOW - 1 <= of_window <= SINKS + WINDOW + 16
+    assert of_window == int(of_window)
+    assert min(full.read_per_second, small.read_per_second, small.new_per_second) > 0

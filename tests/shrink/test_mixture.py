@@ -1,0 +1,104 @@
+"""What a model is trained on: rows whose answers count, or whose every token does."""
+
+import pytest
+import torch
+
+from metatokens.data.insertion import IGNORED_LABEL
+from metatokens.data.landmarks import Landmarks
+from metatokens.shrink.lookups import Asked, Question
+from metatokens.shrink.mixture import Mixture, scored_row
+from metatokens.tasks.example import Encoded
+
+TOKENS, LONGEST, STEPS = 1024, 256, 24
+USERS = Encoded(input_ids=[11, 12, 13, 14, 15, 0], answer_start=3)
+
+
+@pytest.fixture
+def make(lookups):
+    """Makes the batches of a mixture with other settings than usual."""
+    usual = {"steps": STEPS, "tokens": TOKENS, "longest": LONGEST, "beyond": 60}
+    usual |= {"prose_share": 1 / 3, "seed": 0}
+
+    def batches(**changes):
+        mixture = Mixture(lookups["train"], **usual | changes)
+        return [mixture[step] for step in range(len(mixture))]
+
+    return batches
+
+
+def is_prose(batch):
+    """Whether all tokens count but the first ones."""
+    counts = batch["labels"] != IGNORED_LABEL
+    return bool(counts[:, 1:].all() and not counts[:, 0].any())
+
+
+def test_answers_count_and_follow_their_questions():
+    first = Question("question", [4, 5], [6], closing=(7, 8))
+    asked = Asked([1, 2, 3], [first, Question("passage", [9], [10, 11])])
+    assert scored_row(asked) == ([*range(1, 12)], [5, 9, 10])
+
+
+def test_a_seed_gives_its_batches(make):
+    for batch, same, other in zip(make(), make(), make(seed=1), strict=True):
+        assert torch.equal(batch["input_ids"], same["input_ids"])
+        assert torch.equal(batch["labels"], same["labels"])
+        assert not torch.equal(batch["input_ids"], other["input_ids"])
+
+
+def test_labels_are_the_ids_of_answers(make, lookups, tokenizer):
+    entities = lookups["train"].entities
+    values = {*entities.names, *entities.words, "and", *map(str, range(100, 10_000))}
+    for batch in make():
+        rows, length = batch["input_ids"].shape
+        text_length = TOKENS // rows  # besides questions and answers
+        assert text_length in (LONGEST, LONGEST // 2)
+        assert length == LONGEST if is_prose(batch) else text_length < length < 3 * text_length
+        for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+            counts = labels != IGNORED_LABEL
+            assert torch.equal(labels[counts], ids[counts])
+            if not is_prose(batch):
+                answers = tokenizer.decode(labels[counts][:-8])  # but for the passage at the end
+                known = [word in values for word in answers.replace(",", "").split()]
+                # Answers in a chat have no space before them, so that two of them look like one word.
+                assert all(known) or "<|endoftext|>user" in tokenizer.decode(ids)
+
+
+def test_prose_has_its_share_evenly(make):
+    for share in (0, 1 / 3, 1 / 2):
+        steps = list(map(is_prose, make(prose_share=share)))
+        assert sum(steps[: STEPS // 2]) == sum(steps[STEPS // 2 :]) == round(share * STEPS / 2)
+
+
+def test_a_text_longer_than_a_batch_is_a_batch(make):
+    assert {len(batch["labels"]) for batch in make(tokens=100)} == {1}
+
+
+def without_padding(batch, row):
+    """The ids of a row up to its last answer."""
+    last = int((batch["labels"][row] != IGNORED_LABEL).nonzero().max())
+    return batch["input_ids"][row, : last + 1].tolist()
+
+
+@pytest.mark.parametrize("rule", ["sentence", "every:7"])
+def test_landmarks_change_no_text_and_no_answer(rule, make, tokenizer):
+    landmarks = Landmarks(tokenizer, rule)
+    for plain, marked in zip(make(), make(landmarks=landmarks), strict=True):
+        is_answer = plain["labels"] != IGNORED_LABEL
+        is_marked_answer = marked["labels"] != IGNORED_LABEL
+        assert torch.equal(plain["labels"][is_answer], marked["labels"][is_marked_answer])
+        assert torch.equal(plain["labels"][is_answer], marked["input_ids"][is_marked_answer])
+        for row in range(len(is_answer)):
+            inserted = landmarks.insert_into(without_padding(plain, row))
+            with_metas = without_padding(marked, row)
+            assert with_metas == inserted[: len(with_metas)]
+
+
+def test_records_of_a_user_occur(make):
+    of_user = []
+    for batch in make(user_records=[USERS], steps=60):
+        if batch["input_ids"].shape[1] == len(USERS.input_ids):
+            assert {*map(tuple, batch["input_ids"].tolist())} == {(11, 12, 13, 14, 15, 0)}
+            assert {*map(tuple, batch["labels"].tolist())} == {(*[IGNORED_LABEL] * 3, 14, 15, 0)}
+            of_user.append(batch["input_ids"].numel())
+    assert 4 <= len(of_user) <= 18  # a quarter of 40 batches is expected
+    assert set(of_user) == {TOKENS + 2}

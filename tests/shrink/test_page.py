@@ -1,0 +1,93 @@
+"""The page of a run shows the figures of its results."""
+
+import math
+import re
+from html import unescape
+
+import numpy as np
+import pytest
+
+from metatokens.records import Result
+from metatokens.shrink.choosing import BlockLoss
+from metatokens.shrink.cost import Cost
+from metatokens.shrink.page import Findings, write_page
+
+# By model: the hits of each kind of look-up, and the losses of two excerpts of prose.
+MEASURED = {
+    "full cache, as it was": ({"statement": 8, "question": 5, "passage": 0}, (2.0, 2.5)),
+    "shrunk": ({"statement": 7, "question": 2, "passage": 1}, (2.2, 2.6)),
+    "full cache, trained alike": ({"statement": 9, "question": 9, "passage": 9}, (2.1, 2.4)),
+}
+QUESTIONS = 10  # of each kind
+
+
+def results_of(model):
+    """Results of look-ups in 128 and in 256 tokens, of a user's questions, and of prose."""
+    hits, losses = MEASURED[model]
+    shared = {"model": model, "seed": 0, "n": QUESTIONS}
+    shared |= {"kv_kept": 0.25} if model == "shrunk" else {}
+    lookup = shared | {"metric": "exact_match"}
+    lines = [lookup | {"task": "own", "value": 0.3}]
+    for kind, count in hits.items():
+        for length in (256, 128):
+            lines.append(lookup | {"task": kind, "length": length, "value": count / QUESTIONS})
+    lines += [shared | {"metric": "perplexity", "value": math.exp(loss)} for loss in losses]
+    return [Result.model_validate(line) for line in lines]
+
+
+@pytest.fixture
+def page(tmp_path):
+    """The page of these results."""
+    cost = Cost(
+        cache="full",
+        length=4096,
+        cache_bytes=12_345_678,
+        read_per_second=1234.4,
+        new_per_second=5.67,
+        device="cpu",
+        threads=3,
+    )
+    findings = Findings(
+        results=[result for model in MEASURED for result in results_of(model)],
+        losses=[
+            BlockLoss(block=None, loss=1.5, answered=3, n=4),
+            BlockLoss(block=2, loss=7.25, answered=1, n=4),
+        ],
+        costs=[cost],
+        cache={"window": 9, "full_layers": [2]},
+        out=tmp_path,
+        base="a <b> & c",
+        length=200,
+    )
+    write_page(findings, tmp_path / "page.html")
+    return (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_the_tables_show_the_results(page):
+    cells = [
+        [unescape(text) for text in re.findall(r"<t[hd].*?>(.*?)</t[hd]>", row)]
+        for row in re.findall(r"<tr.*?</tr>", page, re.DOTALL)
+    ]
+    for length in ("128", "256"):
+        start = cells.index([f"in {length} tokens", *MEASURED])
+        assert cells[start + 1] == ["kept, %", "100.0", "25.0", "100.0"]
+        assert cells[start + 2][1:] == ["65 (20)", "45 (20)", "90 (20)"]  # without the passages
+        kinds = [row[1:] for row in cells[start + 3 : start + 6]]
+        assert kinds[0] == ["0 (10)", "10 (10)", "90 (10)"]
+        assert ["80 (10)", "70 (10)", "90 (10)"] in kinds
+    differences = np.array([2.2, 2.6]) - [2.1, 2.4]
+    error = 1.96 * differences.std(ddof=1) / math.sqrt(2)
+    assert ["shrunk", "2.400", f"+0.150 ({0.15 - error:+.3f} to {0.15 + error:+.3f})"] in cells
+    assert ["4,096", "full", "12.3", "1234", "5.7"] in cells
+    assert ["2", "7.25", "1 of 4"] in cells
+    assert ["none", "1.50", "3 of 4"] in cells
+
+
+def test_the_sentences_give_the_results(page):
+    text = " ".join(unescape(re.sub("<[^>]*>", "", page)).split())
+    assert "In texts of 128 tokens the cache keeps 25.0 % of the keys and values." in text
+    assert "answers 45 % of the look-ups whose form it was not trained on;" in text
+    assert "full cache, trained alike: 90 %." in text
+    assert "Your own held-out questions: full cache, as it was 30 (10); shrunk 30 (10);" in text
+    assert "A smaller cache for a <b> & c" in text
+    assert not re.search(r'(src|href)="?http', page)

@@ -1,0 +1,60 @@
+"""A user's text: what is trained on, what is measured on, and what look-ups are about."""
+
+import pytest
+
+from metatokens.data.tokenizer import END_OF_TEXT
+from metatokens.errors import UserError
+from metatokens.shrink.texts import Entities, UserText
+
+
+def test_splits_share_no_name_and_no_word(documents):
+    tokens = set(" ".join(documents).replace(".", "").split(" "))
+    train, test = Entities.of(documents, "train"), Entities.of(documents, "test")
+
+    for entities in (train, test):
+        assert tokens.issuperset(entities.names)
+        assert tokens.issuperset(entities.words)
+        assert all(map(str.istitle, entities.names))
+        assert all(map(str.islower, entities.words))
+        assert min(len(entities.names), len(entities.words)) >= 64
+    assert set(train.names).isdisjoint(test.names)
+    assert set(train.words).isdisjoint(test.words)
+
+
+def test_words_stand_in_for_names_that_are_few(documents):
+    entities = Entities.of([document.lower() for document in documents], "test")
+    assert entities.names == [word.capitalize() for word in entities.words]
+
+
+def test_a_text_of_few_words_is_refused(documents):
+    with pytest.raises(UserError, match="words to ask for in the test split, and 64 are needed"):
+        Entities.of(documents[:2], "test")
+
+
+def test_every_tenth_document_is_held_out(documents, text, tokenizer):
+    train = tokenizer.decode(text.train.ids.tolist()).split(END_OF_TEXT)
+    held_out = tokenizer.decode(text.held_out.ids.tolist()).split(END_OF_TEXT)
+
+    expected_held_out = documents[9::10]
+    assert [document for document in held_out if document] == expected_held_out
+    assert [document for document in train if document] == [
+        document for document in documents if document not in expected_held_out
+    ]
+
+
+def test_excerpts_are_equally_far_apart(text):
+    ids = text.held_out.ids.tolist()
+    gap = (len(ids) - 50) / 3
+    starts = [int(number * gap) for number in range(4)]
+    assert text.held_out.excerpts(4, 50) == [ids[start : start + 50] for start in starts]
+
+
+def test_too_little_text_is_refused(tokenizer, corpus):
+    with pytest.raises(
+        UserError, match=r"tokens held out, of 75 documents, and .* needed: give more text"
+    ):
+        UserText(tokenizer, [str(corpus)], 3000)
+    with pytest.raises(
+        UserError, match=r"tokens to train on, of 75 documents, and .* needed: give more text"
+    ):
+        UserText(tokenizer, [str(corpus)], 20_000)
