@@ -287,3 +287,12 @@ def test_another_run_is_kept(copy, line, metatokens, contents):
     error = refused(metatokens, f"{line} --keep 0.6 --out {copy}")
     assert "holds a run with other settings (recipe.cache.keep was 0.5 and is now 0.6)" in error
     assert contents(copy) == before
+
+
+def test_a_text_that_has_changed_is_another_run(
+    copy, line, corpus, documents, tmp_path, metatokens
+):
+    changed = write_documents(tmp_path / "changed.jsonl", [*documents, documents[0]])
+    other_line = line.replace(str(corpus), str(changed))
+    error = refused(metatokens, f"{other_line} --out {copy}")
+    assert "holds a run with other settings (text_sha256 was " in error

@@ -43,6 +43,15 @@ def asked_of_form(lookups, number, *, chat):
     )
 
 
+def in_chat(ask):
+    """What of a packaged form is asked in a chat: its first line without a label, up to the question mark."""
+    line = ask.strip().splitlines()[0]
+    for label in ("Question: ", "Q: ", "User: "):
+        line = line.removeprefix(label)
+    end = line.find("?") + 1
+    return line[:end] if end else line
+
+
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("chat", [False, True])
 def test_each_fact_is_whole_and_far_from_the_end(split, chat, lookups, tokenizer):
@@ -51,8 +60,7 @@ def test_each_fact_is_whole_and_far_from_the_end(split, chat, lookups, tokenizer
     for form_number, form in enumerate(lookups[split].forms):
         ask, answer = form.ask, form.answer
         if chat:
-            question, mark, _ = ask.partition("?")
-            ask, answer = question + mark + ANSWERING, answer.lstrip()
+            ask, answer = f"\n{in_chat(ask)}{ANSWERING}", answer.lstrip()
 
         asked = asked_of_form(lookups[split], form_number, chat=chat)
 

@@ -19,6 +19,8 @@ def test_splits_share_no_name_and_no_word(documents):
         assert min(len(entities.names), len(entities.words)) >= 64
     assert set(train.names).isdisjoint(test.names)
     assert set(train.words).isdisjoint(test.words)
+    assert set(train.numbers).isdisjoint(test.numbers)
+    assert min(len(train.numbers), len(test.numbers)) >= 64
 
 
 def test_words_stand_in_for_names_that_are_few(documents):

@@ -25,6 +25,7 @@ PASSAGE = "passage"  # the kind of look-up that repeats a passage of the text
 CHAT = "chat"  # and that of questions which are asked in the model's own form of a conversation
 CUE, REPEATED = 12, 8  # tokens of a passage that are given, and that the model has to add
 _PLACEHOLDER = re.compile("(name|word|number)[0-9]*")
+_LABEL = re.compile(r"^\w+: +(?=\S)")  # at the beginning of a question
 _TURN = "\ufdd1"  # stands for a message in a chat template
 
 
@@ -277,10 +278,14 @@ class Lookups:
         return Question(kind, question_ids, answer_ids)
 
     def _chat_question(self, ask: str, answer: str) -> Question:
-        """The question as the end of a user's message, without what would begin the answer."""
+        """The question as the end of a user's message: its first line, up to the question mark if there is one.
+
+        So nothing that would begin the answer is left, nor a label such as `Question:`.
+        """
         assert self.turns is not None
-        question, mark, _ = ask.partition("?")
-        question_ids, answer_ids = self._encoded([question + mark, answer.lstrip()])
+        line = _LABEL.sub("", ask.strip().partition("\n")[0], count=1)
+        question, mark, _ = line.partition("?")
+        question_ids, answer_ids = self._encoded([f"\n{question}{mark}", answer.lstrip()])
         return Question(
             CHAT,
             [*question_ids, *self.turns.answering],
@@ -293,5 +298,5 @@ class Lookups:
         return {
             "name": iter(generator.permutation(self.entities.names).tolist()),
             "word": iter(generator.permutation(self.entities.words).tolist()),
-            "number": iter(generator.choice(np.arange(100, 10_000), 64, replace=False).tolist()),
+            "number": iter(generator.permutation(self.entities.numbers).tolist()),
         }

@@ -12,7 +12,13 @@ import numpy as np
 import torch
 from transformers import set_seed
 
-from metatokens.checkpoint import MANIFEST, load_base_and_tokenizer, load_model, weights_sha256
+from metatokens.checkpoint import (
+    MANIFEST,
+    fetch_model,
+    load_base_and_tokenizer,
+    load_model,
+    weights_sha256,
+)
 from metatokens.data.landmarks import Landmarks
 from metatokens.decoder import own_blocks
 from metatokens.errors import UserError
@@ -30,7 +36,7 @@ from metatokens.shrink.mixture import MOST_FORMS, Mixture
 from metatokens.shrink.page import Findings, write_page
 from metatokens.shrink.texts import HELD_OUT_EVERY, UserText
 from metatokens.tasks.example import Encoded, read_examples
-from metatokens.training.run_folder import SETTINGS, open_run
+from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import Progress, train, unwatched
 
 SINKS = 4  # the first positions, which every block keeps
@@ -111,8 +117,6 @@ def shrink(
         UserError: if model, text and settings do not fit each other.
     """
     run = _Run(recipe, model, list(corpora), out, forms, questions)
-    if not (out / SETTINGS).exists():
-        run.lookups("train")  # refuses a text that is too short before anything is written
     with open_run(out, run.settings, overwrite=overwrite, inputs=[model, forms, questions]):
         run.choose(watch)
         for arm in run.arms(controls=controls):
@@ -139,7 +143,6 @@ class _Run:
         self.recipe, self.model, self.corpora, self.out = recipe, model, corpora, out
         self.forms = read_forms(forms)
         base, self.tokenizer = load_base_and_tokenizer(model)
-        model_sha256 = weights_sha256(Path(base.config.name_or_path))
         self.limit = int(base.config.get_text_config().max_position_embeddings)
         self.blocks = own_blocks(base.config)
         # Refuses what cannot forget, and blocks that are not there.
@@ -157,8 +160,8 @@ class _Run:
         self.settings = {
             "verb": "shrink",
             "recipe": recipe.model_dump(mode="json", exclude=WITHOUT_EFFECT),
-            "model_sha256": model_sha256,
-            "corpora": corpora,
+            "model_sha256": weights_sha256(fetch_model(model)),
+            "text_sha256": self.text.sha256,
             "forms": [form.model_dump() for purpose in self.forms.values() for form in purpose],
             "questions_sha256": questions and file_sha256(questions),
         }
@@ -340,7 +343,9 @@ class _Run:
         lengths = self.recipe.tests.cost_lengths
         with watch("memory and speed") as progress:
             for done, length in enumerate(lengths, start=1):
-                text = self.text.held_out.ids
+                text = self.text.held_out.ids[:length]
+                if self.landmarks is not None:
+                    text = np.array(self.landmarks.insert_into(text.tolist()))
                 measured += costs(model, text, length, self.recipe.tests.cost_rounds)
                 progress(done, len(lengths), {})
         write_whole(file, json.dumps([cost.model_dump() for cost in measured], indent=1).encode())

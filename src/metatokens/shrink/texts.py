@@ -14,12 +14,14 @@ from metatokens.data.corpus import read_corpus
 from metatokens.data.landmarks import Landmarks
 from metatokens.data.tokenizer import encode_documents
 from metatokens.errors import UserError
+from metatokens.files import sha256_of
 from metatokens.recipe import Split
 from metatokens.tasks.content import split_of
 
 MOST_CHARACTERS = 50_000_000  # of a user's text; the rest is not read
 HELD_OUT_EVERY = 10  # of so many documents, the last is held out
 FEWEST_WORDS = 64  # of a split, and of the names of a split
+NUMBERS = range(100, 10_000)  # that look-ups are about
 _WORD = re.compile(r"[^\W\d_]+")
 _NAME = re.compile(r"(?<=[a-z,;] )[A-Z][a-z]{2,}\b")  # within a sentence
 
@@ -30,6 +32,7 @@ class Entities:
 
     names: Sequence[str]
     words: Sequence[str]
+    numbers: Sequence[str]
 
     @classmethod
     def of(cls, documents: Sequence[str], split: Split) -> "Entities":
@@ -53,16 +56,20 @@ class Entities:
             and count > 1
             and word.capitalize() not in names
         }
-        of_split = [sorted(w for w in group if split_of(w) == split) for group in (names, words)]
-        chosen_names, chosen_words = of_split
-        if len(chosen_words) < FEWEST_WORDS:
+        words_of_split = _of_split(words, split)
+        if len(words_of_split) < FEWEST_WORDS:
             raise UserError(
-                f"the text has {len(chosen_words)} words to ask for in the {split} split, and {FEWEST_WORDS} are "
+                f"the text has {len(words_of_split)} words to ask for in the {split} split, and {FEWEST_WORDS} are "
                 "needed: give more text with --text."
             )
-        if len(chosen_names) < FEWEST_WORDS:
-            chosen_names = [word.capitalize() for word in chosen_words]
-        return cls(chosen_names, chosen_words)
+        names_of_split = _of_split(names, split)
+        if len(names_of_split) < FEWEST_WORDS:
+            names_of_split = [word.capitalize() for word in words_of_split]
+        return cls(names_of_split, words_of_split, _of_split(map(str, NUMBERS), split))
+
+
+def _of_split(entities: Iterable[str], split: Split) -> list[str]:
+    return sorted(entity for entity in entities if split_of(entity) == split)
 
 
 class Prose:
@@ -96,6 +103,7 @@ class UserText:
         train: the prose to train on.
         held_out: the prose to measure on.
         entities: by split, `train` and `test`, what look-ups are about.
+        sha256: of the documents.
     """
 
     def __init__(
@@ -116,6 +124,7 @@ class UserText:
                     f"the text has {len(prose.ids):,} tokens {name}, of {len(documents)} documents, and more than "
                     f"{longest:,} are needed: give more text with --text."
                 )
+        self.sha256 = sha256_of("\0".join(documents).encode())
         self.entities = {split: Entities.of(documents, split) for split in ("train", "test")}
 
 

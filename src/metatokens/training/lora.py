@@ -1,5 +1,6 @@
 """Low-rank adapters (LoRA; Hu et al., 2022) by PEFT."""
 
+import warnings
 from typing import Any
 
 from metatokens.errors import UserError
@@ -29,4 +30,7 @@ def with_lora(model: Any, rank: int) -> Any:
         settings.modules_to_save = (
             ["meta_token", "meta_attention"] if has_modules else ["meta_token"]
         )
-    return get_peft_model(model, settings)
+    with warnings.catch_warnings():
+        # PEFT 0.21 reads a property that transformers 5.23 renamed.
+        warnings.filterwarnings("ignore", message=".is_gradient_checkpointing.")
+        return get_peft_model(model, settings)
