@@ -27,8 +27,11 @@ OUTSIDE = (
     "examples/any_decoder.py",
     "examples/first_ten_minutes.ipynb",
     "results/counting_log.md",
+    "results/covered_text/README.md",
     "results/forget/README.md",
+    "results/more_text/README.md",
     "results/pilot.md",
+    "results/shrink/README.md",
     *REPORT,
     *PICTURES,
 )
