@@ -96,7 +96,7 @@ report: install
 	$(MAKE) figures
 
 figures: install
-	$(BIN)/python docs/figures.py
+	PYTHONPATH=. $(BIN)/python docs/figures.py
 
 demo-results: demo
 	gzip --no-name --stdout runs/demo/results.jsonl > results/demo/results.jsonl.gz

@@ -31,9 +31,15 @@ from metatokens.paper.report.text import NOT_RUN, PERCENT, Form, name, number
 from metatokens.paper.rule import Effect, effect
 from metatokens.records import unpack_hits
 from metatokens.tasks import TASKS
+from results.covered_text import judge as covered_text
+from results.seeds import Mean
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = (*sorted((ROOT / "docs").rglob("*.md")), ROOT / "results/forget/README.md")
+DOCUMENTS = (
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "results/forget/README.md",
+    ROOT / "results/covered_text/README.md",
+)
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
 
 Rows = Mapping[str, Fields]  # selections by label; columns too
@@ -44,6 +50,14 @@ KINDS = {
     "meta": "meta-attention",
 }
 COVERED = ("pause", "twin", "meta")  # the models that have meta-tokens from pretraining on
+CUTS = {  # of results/covered_text, as a reader sees them
+    "landmark reads text, first attention": "the landmark reads the text, ordinary attention",
+    "landmark reads text, second attention": "the landmark reads the text, meta-attention",
+    "landmark reads landmarks, first attention": "landmarks read landmarks, ordinary attention",
+    "landmark reads landmarks, second attention": "landmarks read landmarks, meta-attention",
+    "question reads landmarks, first attention": "the question reads landmarks, ordinary attention",
+    "question reads landmarks, second attention": "the question reads landmarks, meta-attention",
+}
 LABELS = {Markup(f"`{model}`, {kind}"): model for model, kind in KINDS.items()}
 PLAIN: Fields = {
     "condition": "paper",
@@ -208,10 +222,51 @@ def tasks() -> str:
     return grid("trained to 128 tokens, tested there", models(SMALL), each_task(**AT_128))
 
 
-def covered() -> str:
-    """The four tasks with the text covered, by models that were trained with it in sight."""
-    columns = each_task(**AT_128, intervention="landmarks_alone")
-    return grid("asked with the text covered", models(SMALL), columns)
+@cache
+def lines_on_covered_text() -> covered_text.Lines:
+    """The lines of results/covered_text."""
+    return covered_text.Lines(
+        pd.read_json(ROOT / "results/covered_text/results.jsonl.gz", lines=True)
+    )
+
+
+def mean_over_seeds(model: str, task: str, **where: Any) -> Mean:
+    """The accuracy of a model of results/covered_text over its seeds."""
+    return Mean.of(lines_on_covered_text().by_seed(model, task, **where).tolist())
+
+
+def share(mean: Mean) -> str:
+    """In %, with the interval, and the seeds if these are not twelve."""
+    value, low, high = (100 * number for number in (mean.value, mean.low, mean.high))
+    seeds = "" if mean.n == 12 else f", {mean.n} seeds"
+    return f"{value:.1f} ({max(low, 0):.0f} to {min(high, 100):.0f}{seeds})"
+
+
+def covered_recall() -> str:
+    """List recall of twelve seeds, with the text in sight and covered."""
+    columns: dict[str, Fields] = {
+        "in sight, 128 tokens": {"text": "in_sight", "length": 128},
+        "covered, 128": {"length": 128},
+        "covered, 256": {"length": 256},
+        "covered, 512": {"length": 512},
+    }
+    rows = []
+    for label, model in LABELS.items():
+        if model in COVERED:
+            means = [mean_over_seeds(model, "list_recall", **where) for where in columns.values()]
+            rows.append((label, *map(share, means)))
+    return Table("", ("list recall, exactly right, %", *columns), rows).markdown()
+
+
+def covered_cuts() -> str:
+    """List recall of twelve seeds of `meta` with the text covered, without some edges of attention."""
+    rows = []
+    for cut, label in {"": "none", **CUTS}.items():
+        mean = mean_over_seeds("meta", "list_recall", cut=cut)
+        rows.append((label, share(mean)))
+    return Table(
+        "", ("taken away at test time", Markup("`meta`, exactly right, %")), rows
+    ).markdown()
 
 
 def unmarked() -> str:
@@ -462,7 +517,8 @@ def demo_tasks() -> str:
 FIGURES = {
     function.__name__: function
     for function in (
-        answers, differences, tasks, covered, unmarked, more_steps, cost, demo_tasks, added, long_texts,
+        answers, differences, tasks, unmarked, more_steps, cost, demo_tasks, added, long_texts,
+        covered_recall, covered_cuts,
         smaller_cache, other_facts, full_differences, forgetting_tasks, forgetting_cost,
     )
 }  # fmt: skip
@@ -506,25 +562,19 @@ def draw_covered(figure: SubFigure) -> None:
     """Draw list recall of three models with all text in sight, and with the text covered."""
     axis = figure.subplots()
     looks = {
-        "": ("the text in sight", -0.2, 0.35),
-        "landmarks_alone": ("the text covered", 0.2, 1.0),
+        "in_sight": ("the text in sight", -0.2, 0.35),
+        "covered": ("the text covered", 0.2, 1.0),
     }
-    for intervention, (label, shift, opacity) in looks.items():
+    for text, (label, shift, opacity) in looks.items():
         for x, model in enumerate(COVERED):
-            where = {
-                **SMALL,
-                **AT_128,
-                "task": "list_recall",
-                "model": model,
-                "intervention": intervention,
-            }
-            mean, low, high = (100 * end for end in Cell.of(run().measured(**where)).estimate())
+            mean = mean_over_seeds(model, "list_recall", text=text)
+            value, low, high = 100 * mean.value, 100 * mean.low, 100 * mean.high
             colour = STYLES[model].colour
-            axis.bar(x + shift, mean, 0.36, color=colour, alpha=opacity)
-            axis.errorbar(x + shift, mean, [[mean - low], [high - mean]], color=GREY, capsize=4)
+            axis.bar(x + shift, value, 0.36, color=colour, alpha=opacity)
+            axis.errorbar(x + shift, value, [[value - low], [high - value]], color=GREY, capsize=4)
             axis.annotate(
-                f"{mean:.1f}",
-                (x + shift, high),
+                f"{value:.1f}",
+                (x + shift, min(high, 100)),
                 (0, 4),
                 textcoords="offset points",
                 ha="center",
@@ -538,6 +588,48 @@ def draw_covered(figure: SubFigure) -> None:
     axis.legend(
         frameon=False, labelcolor=GREY, loc="upper center", bbox_to_anchor=(0.5, -0.09), ncols=2
     )
+
+
+def draw_cuts(path: Path) -> None:
+    """Draw list recall of `meta` with the text covered, when an edge is cut in one layer or in one head of it."""
+    layers, heads = range(3), range(4)
+    columns: list[tuple[int, float | str]] = [
+        (layer, head) for layer in layers for head in ("", *map(float, heads))
+    ]
+    shares = [
+        [
+            100
+            * mean_over_seeds("meta", "list_recall", cut=cut, layers=f"[{layer}]", head=head).value
+            for layer, head in columns
+        ]
+        for cut in CUTS
+    ]
+    with drawing(path, (9.2, 3.4)) as figure:
+        axis = figure.subplots()
+        axis.imshow(shares, cmap="Blues", vmin=0, vmax=220, aspect="auto")
+        for row, values in enumerate(shares):
+            for column, value in enumerate(values):
+                axis.annotate(
+                    f"{value:.0f}",
+                    (column, row),
+                    ha="center",
+                    va="center",
+                    fontsize=9,
+                    color="black",
+                )
+        for layer in layers[1:]:
+            axis.axvline(len(columns) / len(layers) * layer - 0.5, color="white", linewidth=4)
+        axis.set_yticks(range(len(CUTS)), CUTS.values())
+        axis.set_xticks(
+            range(len(columns)),
+            ["all" if head == "" else f"{head + 1:.0f}" for _, head in columns],
+        )
+        for layer in layers:
+            middle = len(columns) / len(layers) * (layer + 0.5) - 0.5
+            axis.annotate(f"layer {layer + 1}", (middle, -0.8), ha="center", annotation_clip=False)
+        axis.tick_params(length=0)
+        axis.spines[:].set_visible(False)
+        axis.set_xlabel("heads of the layer in which the edges are cut")
 
 
 def draw_lengths(figure: SubFigure) -> None:
@@ -625,5 +717,6 @@ if __name__ == "__main__":
     for document in DOCUMENTS:
         document.write_text(filled(document.read_text(encoding="utf-8")), encoding="utf-8")
     draw(ROOT / "docs/images/accuracy.svg")
+    draw_cuts(ROOT / "docs/images/covered_text.svg")
     draw_full_blocks(ROOT / "docs/images/full_blocks.svg")
     draw_forgetting(ROOT / "docs/images/forgetting.svg")
