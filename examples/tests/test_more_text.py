@@ -12,7 +12,7 @@ def write_lines(file: Path, preset: str, meta: float) -> Path:
     for seed in range(22, 30):
         for model, value in (("gpt2", 0.5), ("twin", 0.5), ("meta", meta + seed / 500)):
             for train_length in (128, 512):
-                about = {
+                subject = {
                     "model": model,
                     "seed": seed,
                     "task": "list_recall",
@@ -24,8 +24,8 @@ def write_lines(file: Path, preset: str, meta: float) -> Path:
                     "n": 100,
                 }
                 right = value if train_length == 128 else 0.0
-                records.append({**about, "recipe": f"{preset}/landmark", "value": right})
-                records.append({**about, "recipe": preset, "value": 0.0})
+                records.append({**subject, "recipe": f"{preset}/landmark", "value": right})
+                records.append({**subject, "recipe": preset, "value": 0.0})
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     return file
 

@@ -44,10 +44,12 @@ class Findings:
         by_task = [self._lines[model, length, task] for task in NEEDLE_TASKS]
         if not all(by_task):
             return None
-        prompts = by_task[0][0].n  # the first task asks for one reference
+        number_of_prompts = by_task[0][0].n  # the first task asks for one reference
         rows = []
         for lines in by_task:
-            seeds = [unpack_hits(line.hits, line.n).reshape(prompts, -1) for line in lines]
+            seeds = [
+                unpack_hits(line.hits, line.n).reshape(number_of_prompts, -1) for line in lines
+            ]
             rows.append(np.mean(seeds, axis=(0, 2)))
         return np.array(rows)
 
@@ -130,11 +132,11 @@ def report(lines: Sequence[Result]) -> str:
     """All tables."""
     findings = Findings(lines)
     lengths = findings.lengths
-    found = {
+    needles = {
         model: [cell(findings, model, length) for length in lengths] for model in findings.models
     }
     goals = {SHRUNK: [verdict(findings, length) for length in lengths if length in GOALS]}
-    kept = {model: [kept_share(lines, model, length) for length in lengths] for model in found}
+    shares = {model: [kept_share(lines, model, length) for length in lengths] for model in needles}
     others: dict[str, dict[int | None, Result]] = {}
     for line in lines:
         if line.task not in NEEDLE_TASKS:
@@ -152,10 +154,10 @@ def report(lines: Sequence[Result]) -> str:
     }
     return "\n\n".join(
         [
-            table("needles found, %", found, lengths),
+            table("needles found, %", needles, lengths),
             table("the goal", goals, [length for length in lengths if length in GOALS]),
             table("points more than a press", presses, lengths),
-            table("kept of a context, %", kept, lengths),
+            table("kept of a context, %", shares, lengths),
             table("other tasks, %", answered, lengths),
         ]
     )

@@ -242,8 +242,8 @@ class Suites:
         def tokens(sentences: int) -> int:
             return self._tokens(drawn.context(sentences), drawn.question + drawn.answer_prefix)
 
-        most = length // TOKENS_OF_A_SENTENCE
-        sentences = bisect_right(range(most), room, key=tokens) - 1
+        enough_sentences = length // TOKENS_OF_A_SENTENCE
+        sentences = bisect_right(range(enough_sentences), room, key=tokens) - 1
         if sentences < 1:
             raise UserError(f"{length} tokens have no room for a prompt of {task}.")
         return Prompt(

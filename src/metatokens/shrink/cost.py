@@ -47,6 +47,7 @@ def costs(model: Any, text: npt.NDArray[np.int64], length: int, rounds: int) -> 
     """
     ids = np.resize(text, length).tolist()
     window = text_window_of(model.config)
+    # The model's own window comes last, so that it has it afterwards.
     seconds: dict[str, list[tuple[float, float]]] = {"full": [], "shrunk": []}
     sizes: dict[str, int] = {}
     for _ in range(rounds + 1):
@@ -54,7 +55,6 @@ def costs(model: Any, text: npt.NDArray[np.int64], length: int, rounds: int) -> 
             apply_text_window(model, **(window if cache == "shrunk" else {"window": None}))
             reading, writing, sizes[cache] = _timed(model, ids)
             measured.append((reading, writing))
-    apply_text_window(model, **window)
     costs_of_caches = []
     for cache, measured in seconds.items():
         reading, writing = np.mean(measured[1:], axis=0)

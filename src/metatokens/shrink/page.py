@@ -28,7 +28,6 @@ NAMES = {
     "chat": "questions in a chat",
     "own": "your questions",
 }
-ALL = "all look-ups of forms without training"
 _NOT_NEW = {"trained form", "passage", "own"}
 
 
@@ -43,7 +42,7 @@ class Findings:
         cache: the window and the full layers of the shrunk model.
         out: the run's folder.
         base: the model that was shrunk.
-        length: tokens of a text of which the cache keeps the share that was asked for.
+        length: tokens; of a text of this length the cache keeps the share that was asked for.
     """
 
     results: Sequence[Result]
@@ -140,7 +139,7 @@ def write_page(findings: Findings, file: Path) -> None:
     )
     picture = base64.b64encode(_picture(findings)).decode()
     text = environment.get_template("page.html.j2").render(
-        findings=findings, names=NAMES, all_new=ALL, picture=picture, percent=_percent
+        findings=findings, names=NAMES, picture=picture, percent=_percent
     )
     write_whole(file, text.encode())
 

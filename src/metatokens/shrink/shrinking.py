@@ -54,8 +54,8 @@ class Kept:
     """What the cache of a model keeps of a text besides its sinks.
 
     Attributes:
-        window: positions that each block keeps, but for the full ones; None: everything.
-        full_layers: the blocks that keep everything.
+        window: the last positions, which each other block keeps; None: each block keeps everything.
+        full_layers: the full blocks, which keep everything.
     """
 
     window: int | None
