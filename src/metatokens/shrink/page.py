@@ -11,7 +11,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.axes import Axes
 
-from metatokens.evaluation.intervals import normal_interval
+from metatokens.evaluation.intervals import normal_interval, wilson_interval
 from metatokens.files import write_whole
 from metatokens.looking.style import FURTHER, STYLES, Style, line, png, small_multiples
 from metatokens.records import Result
@@ -139,15 +139,18 @@ def write_page(findings: Findings, file: Path) -> None:
     )
     picture = base64.b64encode(_picture(findings)).decode()
     text = environment.get_template("page.html.j2").render(
-        findings=findings, names=NAMES, picture=picture, percent=_percent
+        findings=findings, names=NAMES, picture=picture, share=_share, interval=_interval
     )
     write_whole(file, text.encode())
 
 
-def _percent(answered: tuple[int, int]) -> str:
-    """A share with its number of questions."""
+def _interval(answered: tuple[int, int]) -> str:
+    """A share in % with Wilson's interval."""
     hits, n = answered
-    return f"{100 * hits / n:.0f} ({n})" if n else "-"
+    if not n:
+        return "-"
+    low, high = wilson_interval(hits, n)
+    return f"{100 * hits / n:.0f} ({100 * low:.0f} to {100 * high:.0f})"
 
 
 def _picture(findings: Findings) -> bytes:
@@ -183,5 +186,6 @@ def _draw_found_against_kept(axes: Axes, findings: Findings, model: str, style: 
 
 
 def _share(answered: tuple[int, int]) -> float:
+    """In %."""
     hits, n = answered
     return 100 * hits / n if n else math.nan
