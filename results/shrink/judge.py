@@ -23,28 +23,33 @@ Shares = npt.NDArray[np.float64]  # of references found, (tasks, prompts)
 
 
 class Findings:
-    """What models find of RULER's needles.
+    """What models find in some tasks.
 
     Args:
         lines: of all models.
+        tasks: that count; each has equally many prompts of a length.
+        asked: references of a prompt in the first task.
     """
 
-    def __init__(self, lines: Sequence[Result]):
-        of_ruler = [line for line in lines if line.task in NEEDLE_TASKS]
-        self.models = list(dict.fromkeys(line.model for line in of_ruler))
-        self.lengths = sorted({line.length for line in of_ruler if line.length is not None})
+    def __init__(
+        self, lines: Sequence[Result], tasks: Sequence[str] = NEEDLE_TASKS, asked: int = 1
+    ):
+        counting = [line for line in lines if line.task in tasks]
+        self.tasks, self.asked = tasks, asked
+        self.models = list(dict.fromkeys(line.model for line in counting))
+        self.lengths = sorted({line.length for line in counting if line.length is not None})
         self._lines: defaultdict[tuple[str, int | None, str | None], list[Result]] = defaultdict(
             list
         )
-        for line in of_ruler:
+        for line in counting:
             self._lines[line.model, line.length, line.task].append(line)
 
     def shares(self, model: str, length: int) -> Shares | None:
         """The share of each prompt's references, the mean of the seeds; None if a task is missing."""
-        by_task = [self._lines[model, length, task] for task in NEEDLE_TASKS]
+        by_task = [self._lines[model, length, task] for task in self.tasks]
         if not all(by_task):
             return None
-        number_of_prompts = by_task[0][0].n  # the first task asks for one reference
+        number_of_prompts = by_task[0][0].n // self.asked
         rows = []
         for lines in by_task:
             seeds = [
@@ -120,9 +125,9 @@ def answered_cell(line: Result | None) -> str:
     return f"{100 * line.value:.0f} ({100 * line.low:.0f} to {100 * line.high:.0f})"
 
 
-def table(title: str, rows: dict[str, list[str]], lengths: Sequence[int]) -> str:
-    """A table with a column a length."""
-    head = [f"| {title} | {' | '.join(map(str, lengths))} |", f"|---|{'---:|' * len(lengths)}"]
+def table(title: str, rows: dict[str, list[str]], columns: Sequence[int | str]) -> str:
+    """A table with a column of each of these names."""
+    head = [f"| {title} | {' | '.join(map(str, columns))} |", f"|---|{'---:|' * len(columns)}"]
     return "\n".join(
         [*head, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items())]
     )

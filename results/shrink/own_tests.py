@@ -1,0 +1,149 @@
+"""What the tests of `metatokens shrink` say of its runs, by the rule of README.md: tables and verdicts as Markdown.
+
+    python -m results.shrink.own_tests results/shrink/runs.jsonl.gz
+
+`--gather OUT` first writes that file from the runs in a folder. A line's `recipe` is its run's name: the seed of a run
+with the main settings, or the setting that differs.
+"""
+
+import argparse
+import gzip
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from metatokens.evaluation.intervals import normal_interval
+from metatokens.records import Result, read_lines
+from metatokens.shrink.lookups import CHAT, KINDS
+from metatokens.shrink.measuring import FACTS
+from metatokens.shrink.shrinking import BASE, SHRUNK, TRAINED_FULL, TRAINED_WINDOW
+from results.shrink.judge import FULL, Findings, answered_cell, cell, kept_share, table, verdict
+
+NEW = (*KINDS, CHAT)  # kinds of look-ups whose forms are not trained
+PROSE_GOAL = 0.10  # nats a token more than the full cache, trained alike
+ARMS = {BASE: "base", SHRUNK: SHRUNK, TRAINED_FULL: FULL, TRAINED_WINDOW: "window"}
+
+
+def gather(folder: Path, file: Path) -> None:
+    """Write the lines of all runs in a folder."""
+    lines = []
+    for path in sorted(folder.glob("*/results/*.jsonl")):
+        run = path.parent.parent.name
+        for result in read_lines(path, Result):
+            lines.append(result.model_copy(update={"recipe": run}).line())
+    file.write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
+
+
+def prose_difference(
+    lines: Sequence[Result], other_lines: Sequence[Result]
+) -> tuple[float, float, float] | None:
+    """Nats a token by which a model predicts prose worse than another, and its 95 % interval over excerpts.
+
+    The loss of an excerpt is the mean over seeds.
+    """
+    losses, other_losses = _losses(lines), _losses(other_lines)
+    if not losses or not other_losses:
+        return None
+    differences = np.array([losses[text] - other_losses[text] for text in losses])
+    mean = float(differences.mean())
+    error = float(differences.std(ddof=1)) / math.sqrt(len(differences))
+    return mean, *normal_interval(mean, error)
+
+
+def _losses(lines: Sequence[Result]) -> dict[str, float]:
+    by_text: dict[str, list[float]] = {}
+    for line in lines:
+        if line.metric == "perplexity":
+            by_text.setdefault(str(line.text), []).append(math.log(line.value or math.nan))
+    return {text: float(np.mean(losses)) for text, losses in by_text.items()}
+
+
+def prose_verdict(lines: Sequence[Result]) -> str:
+    """Whether the shrunk model's prose is near that of the full cache, trained alike."""
+    difference = prose_difference(
+        *([line for line in lines if line.model == m] for m in (SHRUNK, FULL))
+    )
+    if difference is None:
+        return "not run"
+    mean, low, high = difference
+    word = "met" if mean <= PROSE_GOAL else "missed"
+    return f"{word}: {mean:+.3f} ({low:+.3f} to {high:+.3f}) nats; goal {PROSE_GOAL:+.2f}"
+
+
+def kinds_rows(lines: Sequence[Result], lengths: Sequence[int]) -> dict[str, list[str]]:
+    """What each model finds of each kind, a row for each seed."""
+    by_row: dict[str, dict[int | None, Result]] = {}
+    for line in lines:
+        if line.metric == "exact_match":
+            by_row.setdefault(f"{line.task}: {line.model}, seed {line.seed}", {})[line.length] = (
+                line
+            )
+    return {
+        name: [answered_cell(by_length.get(length)) for length in lengths]
+        for name, by_length in sorted(by_row.items())
+    }
+
+
+def run_rows(lines: Sequence[Result], full: Sequence[Result]) -> dict[str, list[str]]:
+    """What the shrunk model of each run finds of the new kinds, and its prose next to that of `full`."""
+    rows = {}
+    for run in dict.fromkeys(str(line.recipe) for line in lines):
+        of_run = [line for line in lines if line.recipe == run and line.model == SHRUNK]
+        findings = Findings(of_run, NEW, FACTS)
+        shares = [cell(findings, SHRUNK, length) for length in findings.lengths]
+        prose = prose_difference(of_run, full)
+        cost = "not run" if prose is None else "{:+.3f} ({:+.3f} to {:+.3f})".format(*prose)
+        rows[run] = [kept_share(of_run, SHRUNK, 4096), *shares, cost]
+    return rows
+
+
+def report(lines: Sequence[Result]) -> str:
+    """All tables."""
+    renamed = [line.model_copy(update={"model": ARMS[line.model]}) for line in lines]
+    main = [line for line in renamed if str(line.recipe).isdigit()]
+    findings = Findings(main, NEW, FACTS)
+    lengths = findings.lengths
+    found = {
+        model: [cell(findings, model, length) for length in lengths] for model in findings.models
+    }
+    kept = {
+        model: [kept_share(main, model, length) for length in lengths] for model in findings.models
+    }
+    full_of_first_seed = [line for line in main if line.model == FULL and line.seed == 0]
+    return "\n\n".join(
+        [
+            table("look-ups of new forms found, %", found, lengths),
+            table("the goal", {SHRUNK: [verdict(findings, length) for length in lengths]}, lengths),
+            f"Prose: {prose_verdict(main)}.",
+            table("kept of a text, %", kept, lengths),
+            table(
+                "run",
+                run_rows(renamed, full_of_first_seed),
+                [
+                    "kept of 4,096, %",
+                    *(f"found at {length}, %" for length in lengths),
+                    "prose, nats",
+                ],
+            ),
+            table("by kind, %", kinds_rows(main, lengths), lengths),
+        ]
+    )
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--gather", type=Path)
+    options = parser.parse_args()
+    if options.gather:
+        gather(options.gather, options.file)
+    print(report(read_lines(options.file, Result)))
+
+
+if __name__ == "__main__":
+    main()
