@@ -321,6 +321,7 @@ class MixtureSettings(_Settings):
         2048  # tokens of a text, at most half of the model's limit
     )
     prose_share: Annotated[float, Field(ge=0, lt=1)] = 1 / 3  # of the batches
+    replies: AtLeastZero = 128  # of the model itself, if it has a chat template
 
 
 class ShrinkTestSettings(_Settings):
@@ -330,6 +331,7 @@ class ShrinkTestSettings(_Settings):
         Positive, Positive
     ]  # with new look-ups, by length in tokens; those up to the model's limit are used
     excerpts: Positive  # of prose, as long as the longest text of the training
+    replies: AtLeastZero  # of the model itself to other requests
     choosing: Positive  # texts to choose blocks by
     cost_lengths: tuple[Positive, ...]
     cost_rounds: Positive

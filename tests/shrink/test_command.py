@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from scipy.stats import binomtest
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from metatokens.recipe import ShrinkRecipe, load_recipe
@@ -15,12 +16,18 @@ from tests.shrink.small import BLOCKS, LONGEST, write_documents
 
 RECIPE = f"""
 cache: {{length: 128}}
-mixture: {{tokens: 256, longest: 256}}
-tests: {{texts: {{{LONGEST}: 2}}, excerpts: 3, choosing: 1, cost_lengths: [200], cost_rounds: 1}}
+mixture: {{tokens: 256, longest: 256, replies: 4}}
+tests: {{texts: {{{LONGEST}: 2}}, excerpts: 3, replies: 2, choosing: 1, cost_lengths: [200], cost_rounds: 1}}
 training: {{max_steps: 3, save_steps: 1, warmup_steps: 1, learning_rate: 0.01, lora_rank: 2,
   per_device_train_batch_size: 1}}
 """
-STEPS = ("train", "Measuring", "costs", "losses_of_blocks")  # of a run, by their names
+STEPS = (
+    "train",
+    "Measuring",
+    "costs",
+    "losses_of_blocks",
+    "draw_replies",
+)  # of a run, by their names
 WINDOW, WINDOW_ALONE = (
     28,
     60,
@@ -125,10 +132,11 @@ def test_the_page_has_the_figures_of_the_results(finished):
         new = [line for line in lines if line["task"] in NEW_KINDS]
         hits = sum(round(line["value"] * line["n"]) for line in new)
         n = sum(line["n"] for line in new)
-        counts.append(f"<td>{100 * hits / n:.0f} ({n})</td>")
+        low, high = binomtest(hits, n).proportion_ci(method="wilson")
+        counts.append(f"<td>{100 * hits / n:.0f} ({100 * low:.0f} to {100 * high:.0f})</td>")
         share = np.mean([line.get("kv_kept", 1) for line in lines])
         shares.append(f"<td>{100 * share:.1f}</td>")
-    assert f"<td>all look-ups of forms without training</td>{''.join(counts)}" in page
+    assert f"<td>all look-ups of forms without training ({n})</td>{''.join(counts)}" in page
     assert f"<td>kept, %</td>{''.join(shares)}" in page
     for cost in json.loads((finished / "costs.json").read_text()):
         assert f"<td>{cost['cache']}</td><td>{cost['cache_bytes'] / 1e6:.1f}</td>" in page
@@ -179,12 +187,17 @@ def test_a_run_that_is_interrupted_in_each_step_goes_on(finished, call, tmp_path
 
         yield progress
 
-    for _ in range(5):
+    for _ in range(7):
         with pytest.raises(KeyboardInterrupt):
             call(out, watch=interrupt_once)
     call(out, watch=interrupt_once)
 
-    assert {"choose blocks", "train: shrunk", "memory and speed"} < interrupted
+    assert {
+        "choose blocks",
+        "ask the base: train",
+        "train: shrunk",
+        "memory and speed",
+    } < interrupted
     assert (out / WEIGHTS).read_bytes() == (finished / WEIGHTS).read_bytes()
     assert figures_of(out) == figures_of(finished)
 
@@ -200,9 +213,10 @@ def test_options_reach_the_run(line, tmp_path, metatokens):
     assert not (out / "blocks.json").exists()
     assert window_of(out / "model") == (WINDOW, [2])
     assert " {name}!" in (out / "settings.json").read_text()
-    *_, prose = figures = figures_of(out)
+    figures = figures_of(out)
+    prose = next(line for line in figures if line.get("text") == "excerpt 0")
     assert [line["n"] for line in figures if line.get("task") == "own"] == [2]  # every tenth
-    assert "Your own held-out questions" in (out / "page.html").read_text()
+    assert "Your own 2 held-out questions" in (out / "page.html").read_text()
     without_landmarks = (1 + (BLOCKS - 1) * (WINDOW + 4) / 256) / BLOCKS
     assert prose["kv_kept"] > without_landmarks + 0.005
 

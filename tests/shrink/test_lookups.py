@@ -60,7 +60,7 @@ def test_each_fact_is_whole_and_far_from_the_end(split, chat, lookups, tokenizer
     for form_number, form in enumerate(lookups[split].forms):
         ask, answer = form.ask, form.answer
         if chat:
-            ask, answer = f"\n{in_chat(ask)}{ANSWERING}", answer.lstrip()
+            ask, answer = f"\n{in_chat(ask)}{ANSWERING}", f"{answer.lstrip()}\n<|endoftext|>"
 
         asked = asked_of_form(lookups[split], form_number, chat=chat)
 

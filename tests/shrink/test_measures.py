@@ -16,6 +16,7 @@ from metatokens.shrink.answering import AT_ONCE, answer_logits, read
 from metatokens.shrink.choosing import BlockLoss, losses_of_blocks, most_needed
 from metatokens.shrink.cost import NEW, costs
 from metatokens.shrink.shrinking import SINKS
+from metatokens.tasks.example import Encoded
 from tests.numbers import decoder_roundings, rounding_bound
 from tests.shrink.small import BLOCKS, HEAD_SIZE, KEY_HEADS
 
@@ -134,23 +135,25 @@ def test_rates_are_what_generation_finds(case, lookups):
         assert result.kv_kept == case.expected_share([asked.text for asked in texts])
 
 
-def test_perplexity_is_that_of_the_second_half(case, text):
-    excerpts = text.held_out.excerpts(2, 201)
+def test_perplexity_is_that_of_the_second_half_or_of_a_reply(case, text):
+    excerpts = text.held_out.excerpts(3, 201)
+    reply = Encoded(input_ids=excerpts[2], answer_start=160)
 
-    tests = measuring.Tests({}, excerpts)
+    tests = measuring.Tests({}, excerpts[:2], [reply])
     of_model = measuring.Measuring(case.model, "name", seed=7, landmarks=case.landmarks)
 
-    for excerpt, result in zip(excerpts, of_model.results(tests), strict=True):
+    scored = (101, 101, 41)
+    for excerpt, n, result in zip(excerpts, scored, of_model.results(tests), strict=True):
         ids = case.read_as(excerpt)
         predicted = whole_pass(case.model, ids).log_softmax(dim=-1)
         losses = [
             -predicted[position - 1, token].item()
             for position, token in enumerate(ids)
             if token != case.model.config.meta_token_id and position
-        ][-101:]
-        assert result.n == 101
+        ][-n:]
+        assert result.n == n
         assert result.value == pytest.approx(math.exp(np.mean(losses)), rel=40 * ROUNDED)
-        error = 1.96 * np.std(losses, ddof=1) / math.sqrt(101)
+        error = 1.96 * np.std(losses, ddof=1) / math.sqrt(n)
         assert result.high == pytest.approx(math.exp(np.mean(losses) + error), rel=1e-3)
         assert result.kv_kept == case.expected_share([excerpt])
 

@@ -10,7 +10,7 @@ from metatokens.shrink.mixture import Mixture, scored_row
 from metatokens.tasks.example import Encoded
 
 TOKENS, LONGEST, STEPS = 1024, 256, 24
-USERS = Encoded(input_ids=[11, 12, 13, 14, 15, 0], answer_start=3)
+RECORD = Encoded(input_ids=[11, 12, 13, 14, 15, 0], answer_start=3)
 
 
 @pytest.fixture
@@ -93,12 +93,13 @@ def test_landmarks_change_no_text_and_no_answer(rule, make, tokenizer):
             assert with_metas == inserted[: len(with_metas)]
 
 
-def test_records_of_a_user_occur(make):
-    of_user = []
-    for batch in make(user_records=[USERS], steps=60):
-        if batch["input_ids"].shape[1] == len(USERS.input_ids):
+@pytest.mark.parametrize("records", ["user_records", "replies"])
+def test_records_occur(records, make):
+    of_records = []
+    for batch in make(**{records: [RECORD]}, steps=60):
+        if batch["input_ids"].shape[1] == len(RECORD.input_ids):
             assert {*map(tuple, batch["input_ids"].tolist())} == {(11, 12, 13, 14, 15, 0)}
             assert {*map(tuple, batch["labels"].tolist())} == {(*[IGNORED_LABEL] * 3, 14, 15, 0)}
-            of_user.append(batch["input_ids"].numel())
-    assert 4 <= len(of_user) <= 18  # a quarter of 40 batches is expected
-    assert set(of_user) == {TOKENS + 2}
+            of_records.append(batch["input_ids"].numel())
+    assert 3 <= len(of_records) <= 18  # a quarter or a fifth of 40 batches is expected
+    assert set(of_records) == {TOKENS + 2}

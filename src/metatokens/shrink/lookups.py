@@ -114,8 +114,8 @@ class Question:
     Attributes:
         kind: of its form.
         ids: of the question, which follow the text or an earlier question and its answer.
-        answer: its ids.
-        closing: ids that end the answer's turn, before a further question.
+        answer: its ids; in a chat also those that end the turn.
+        closing: further ids before another question.
     """
 
     kind: str
@@ -134,10 +134,18 @@ class Asked:
 
 @dataclass(frozen=True)
 class Turns:
-    """The ids that a chat template puts before a message, before an answer, and after an answer."""
+    """The ids that a chat template puts around messages.
+
+    Attributes:
+        opening: before a conversation's first message.
+        answering: before an answer.
+        ending: after an answer, up to the first control token; empty if there is none.
+        closing: after that, before the next message.
+    """
 
     opening: list[int]
     answering: list[int]
+    ending: list[int]
     closing: list[int]
 
     @classmethod
@@ -153,11 +161,15 @@ class Turns:
         parts = rendered.split(_TURN)
         if len(parts) != len(roles) + 1:
             return None
-        opening, answering, closing, last = (
+        opening, answering, after_answer, last = (
             encode_with_control(tokenizer, part, continues=bool(number))
             for number, part in enumerate(parts)
         )
-        return cls(opening, answering, closing) if answering == last else None
+        if answering != last:
+            return None
+        is_control = np.isin(after_answer, tokenizer.all_special_ids)
+        size = int(is_control.argmax()) + 1 if is_control.any() else 0
+        return cls(opening, answering, after_answer[:size], after_answer[size:])
 
 
 class Lookups:
@@ -289,7 +301,7 @@ class Lookups:
         return Question(
             CHAT,
             [*question_ids, *self.turns.answering],
-            answer_ids,
+            [*answer_ids, *self.turns.ending],
             closing=tuple(self.turns.closing),
         )
 

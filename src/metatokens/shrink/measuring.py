@@ -1,4 +1,4 @@
-"""What a model finds in a text, by the form of the look-up and the length of the text, and how it predicts prose."""
+"""What a model finds in a text, by the form of the look-up and its length; how it predicts prose and replies."""
 
 import math
 from collections import defaultdict
@@ -17,6 +17,7 @@ from metatokens.evaluation.intervals import normal_interval, wilson_interval
 from metatokens.records import Result, pack_hits
 from metatokens.shrink.answering import answer_logits, is_answered, read
 from metatokens.shrink.lookups import CHAT, KINDS, Asked, Form, Lookups
+from metatokens.tasks.example import Encoded
 
 FACTS = (
     6  # of one form in a text: so naming any value that was stated is right in a sixth of the cases
@@ -25,6 +26,7 @@ STRIDE = 7  # between the forms of two texts, so that few texts have forms of se
 ASKED_IN_CHAT = "question"  # the kind whose forms are asked about in a chat
 SEED = 2026  # of all tests
 ROOM = 64  # tokens of a length that are for a question and its answer
+EXCERPT, REPLY = "excerpt", "reply"  # what a perplexity is of
 TRAINED = "trained form"  # the kind of look-ups whose form was trained, about other names and words
 
 
@@ -35,10 +37,12 @@ class Tests:
     Attributes:
         asked: texts with questions, by length; None: a user's own.
         excerpts: held-out prose, (tokens,) each.
+        replies: of the base, to held-out requests in a chat.
     """
 
     asked: Mapping[int | None, Sequence[Asked]]
     excerpts: Sequence[Sequence[int]]
+    replies: Sequence[Encoded] = ()
 
 
 def draw_tests(
@@ -50,6 +54,7 @@ def draw_tests(
     user_questions: Sequence[Asked],
     excerpts: int,
     excerpt_length: int,
+    replies: Sequence[Encoded],
 ) -> Tests:
     """Draw the tests.
 
@@ -61,6 +66,7 @@ def draw_tests(
         user_questions: a user's held-out questions.
         excerpts: of prose.
         excerpt_length: tokens.
+        replies: of the base, to held-out requests.
     """
     groups = [
         (kind, [form for form in lookups.forms if form.kind == kind], False) for kind in KINDS
@@ -85,7 +91,7 @@ def draw_tests(
             if kind == KINDS[0]:
                 questions.append(lookups.passage(generator, drawn, beyond))
             asked[length].append(Asked(drawn.text, questions))
-    return Tests(asked, lookups.prose.excerpts(excerpts, excerpt_length))
+    return Tests(asked, lookups.prose.excerpts(excerpts, excerpt_length), replies)
 
 
 class Measuring:
@@ -102,11 +108,16 @@ class Measuring:
         self.model, self.name, self.seed, self.landmarks = model, name, seed, landmarks
 
     def results(self, tests: Tests) -> Iterator[Result]:
-        """The share of look-ups that are answered exactly, by length and kind; then the perplexity of each excerpt."""
+        """The share of look-ups that are answered exactly, by length and kind; then perplexities.
+
+        They are those of the second half of each excerpt, and of each reply.
+        """
         for length, texts in tests.asked.items():
             yield from self._lookups(length, texts)
         for number, excerpt in enumerate(tests.excerpts):
-            yield self._perplexity(number, excerpt)
+            yield self._perplexity(f"{EXCERPT} {number}", excerpt, len(excerpt) // 2)
+        for number, reply in enumerate(tests.replies):
+            yield self._perplexity(f"{REPLY} {number}", list(reply.input_ids), reply.answer_start)
 
     def _lookups(self, length: int | None, texts: Sequence[Asked]) -> Iterator[Result]:
         hits: defaultdict[str, list[bool]] = defaultdict(list)
@@ -136,11 +147,11 @@ class Measuring:
             )
 
     @torch.inference_mode()
-    def _perplexity(self, number: int, excerpt: Sequence[int]) -> Result:
-        """The perplexity of an excerpt's second half."""
-        ids = torch.tensor(self._with_landmarks(excerpt), device=self.model.device)
+    def _perplexity(self, name: str, text: Sequence[int], start: int) -> Result:
+        """The perplexity of a text's tokens from `start` on."""
+        ids = torch.tensor(self._with_landmarks(text), device=self.model.device)
         is_text = ids != self.model.config.meta_token_id
-        scored = is_text.nonzero()[len(excerpt) // 2 :, 0]
+        scored = is_text.nonzero()[start:, 0]
         chosen = torch.zeros_like(is_text).index_fill(0, scored - 1, True)
         logits = torch.cat([*logits_at(self.model, ids[None], chosen[None])]).float()
         losses = cross_entropy(logits, ids[scored], reduction="none")
@@ -149,8 +160,8 @@ class Measuring:
         return Result(
             model=self.name,
             seed=self.seed,
-            text=f"excerpt {number}",
-            length=len(excerpt),
+            text=name,
+            length=len(text),
             metric="perplexity",
             value=math.exp(mean),
             low=math.exp(low),

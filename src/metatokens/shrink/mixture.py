@@ -1,4 +1,4 @@
-"""What a model is trained on: prose, look-ups of all forms and lengths, and a user's own questions."""
+"""What a model is trained on: prose, look-ups of all forms and lengths, its own replies, and a user's questions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ TOKENS_PER_FACT = 40  # of a text at least
 MOST_FACTS = 20  # in a text
 MOST_FORMS = 4  # of the facts of a text: so several facts have one form, and only their names tell them apart
 CHAT_SHARE = 0.25  # of the texts with look-ups, if the model has a chat template
-USER_SHARE = 0.25  # of the steps with look-ups, if the user gives questions
+REPLY_SHARE = 0.2  # of the steps without prose, if there are replies
+USER_SHARE = 0.25  # of the other steps, if the user gives questions
 
 Row = tuple[list[int], list[int]]  # the ids of a text, and the indices of those that count
 
@@ -26,8 +27,9 @@ Row = tuple[list[int], list[int]]  # the ids of a text, and the indices of those
 class Mixture:
     """The batches of a training, one an index: `input_ids` and `labels`, (rows, length) each.
 
-    A batch is prose, in which every token counts; or texts with look-ups, in which the answers count. These texts have
-    one length: the longest, or a half, a quarter, ... of it. Batches have about equally many tokens.
+    A batch is prose, in which every token counts; or texts with look-ups, in which the answers count; or a chat, in
+    which the model's own replies do. Texts with look-ups have one length in a batch: the longest, or a half, a quarter,
+    ... of it. Batches have about equally many tokens.
 
     Attributes:
         lookups: of the training split.
@@ -37,6 +39,7 @@ class Mixture:
         beyond: the fewest tokens between a fact and the end of its text, if the text is long enough.
         prose_share: of the batches.
         seed: of all draws.
+        replies: of the model itself, to requests in a chat.
         user_records: the user's own questions.
         landmarks: where meta-tokens are inserted, if anywhere.
     """
@@ -48,6 +51,7 @@ class Mixture:
     beyond: int
     prose_share: float
     seed: int
+    replies: Sequence[Encoded] = ()
     user_records: Sequence[Encoded] = ()
     landmarks: Landmarks | None = None
 
@@ -60,8 +64,10 @@ class Mixture:
         is_prose = int((step + 1) * self.prose_share) > int(step * self.prose_share)
         if is_prose:
             rows = [self._prose_row(generator) for _ in range(self._rows(self.longest))]
+        elif self.replies and generator.random() < REPLY_SHARE:
+            rows = self._record_rows(generator, self.replies)
         elif self.user_records and generator.random() < USER_SHARE:
-            rows = self._user_rows(generator)
+            rows = self._record_rows(generator, self.user_records)
         else:
             doublings = int(np.log2(self.longest / SHORTEST))
             length = self.longest // 2 ** int(generator.integers(doublings + 1))
@@ -75,11 +81,11 @@ class Mixture:
         ids = self.lookups.prose.excerpt(generator, self.longest)
         return ids, list(range(1, len(ids)))
 
-    def _user_rows(self, generator: np.random.Generator) -> list[Row]:
+    def _record_rows(self, generator: np.random.Generator, records: Sequence[Encoded]) -> list[Row]:
         rows: list[Row] = []
         tokens = 0
         while not rows or tokens < self.tokens:
-            record = self.user_records[int(generator.integers(len(self.user_records)))]
+            record = records[int(generator.integers(len(records)))]
             ids = list(record.input_ids)
             rows.append((ids, list(range(record.answer_start, len(ids)))))
             tokens += len(ids)

@@ -17,6 +17,7 @@ from metatokens.looking.style import FURTHER, STYLES, Style, line, png, small_mu
 from metatokens.records import Result
 from metatokens.shrink.choosing import BlockLoss
 from metatokens.shrink.cost import Cost
+from metatokens.shrink.measuring import EXCERPT, REPLY
 
 NAMES = {
     "passage": "a passage of the text, repeated",
@@ -98,9 +99,11 @@ class Findings:
         ]
         return float(np.mean(shares))
 
-    def prose_loss(self, model: str, reference: str) -> tuple[float, float, float] | None:
-        """Nats a token by which a model predicts prose worse than another, with a 95 % interval over excerpts."""
-        losses, references = self._losses(model), self._losses(reference)
+    def loss_difference(
+        self, kind: str, model: str, reference: str
+    ) -> tuple[float, float, float] | None:
+        """Nats a token by which a model predicts excerpts or replies worse than another, with a 95 % interval."""
+        losses, references = self._losses(kind, model), self._losses(kind, reference)
         if not losses or len(losses) != len(references):
             return None
         differences = np.array(losses) - np.array(references)
@@ -108,15 +111,22 @@ class Findings:
         error = float(differences.std(ddof=1)) / math.sqrt(len(differences))
         return mean, *normal_interval(mean, error)
 
-    def mean_loss(self, model: str) -> float:
-        """Nats a token of prose."""
-        return float(np.mean(self._losses(model)))
+    def mean_loss(self, kind: str, model: str) -> float:
+        """Nats a token of excerpts or replies."""
+        return float(np.mean(self._losses(kind, model)))
 
-    def _losses(self, model: str) -> list[float]:
+    @property
+    def predicted(self) -> list[str]:
+        """What perplexities are of: excerpts, and replies if there are any."""
+        return [kind for kind in (EXCERPT, REPLY) if self._losses(kind, self.models[0])]
+
+    def _losses(self, kind: str, model: str) -> list[float]:
         return [
             math.log(_value(result))
             for result in self.results
-            if result.model == model and result.metric == "perplexity"
+            if result.model == model
+            and result.metric == "perplexity"
+            and str(result.text).startswith(kind)
         ]
 
     def _lookups(self) -> list[Result]:

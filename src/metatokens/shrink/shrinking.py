@@ -34,6 +34,7 @@ from metatokens.shrink.lookups import Asked, Lookups, Question, Turns, read_form
 from metatokens.shrink.measuring import Measuring, Tests, draw_tests
 from metatokens.shrink.mixture import MOST_FORMS, Mixture
 from metatokens.shrink.page import Findings, write_page
+from metatokens.shrink.replies import draw_replies
 from metatokens.shrink.texts import HELD_OUT_EVERY, UserText
 from metatokens.tasks.example import Encoded, read_examples
 from metatokens.training.run_folder import open_run
@@ -96,8 +97,8 @@ def shrink(
 ) -> Path:
     """Train a model to keep a part of its cache, and measure what it still finds.
 
-    `out` then holds `model`, whose cache is smaller wherever it is loaded; `page.html`; and what was measured:
-    `blocks.json`, `results/` and `costs.json`. The same call goes on where it was cut off.
+    `out` then holds `model`, whose cache is smaller wherever it is loaded; `page.html`; the base's `replies.json`; and
+    what was measured: `blocks.json`, `results/` and `costs.json`. The same call goes on where it was cut off.
 
     Args:
         recipe: the settings.
@@ -119,6 +120,7 @@ def shrink(
     run = _Run(recipe, model, list(corpora), out, forms, questions)
     with open_run(out, run.settings, overwrite=overwrite, inputs=[model, forms, questions]):
         run.choose(watch)
+        run.ask_base(watch)
         for arm in run.arms(controls=controls):
             run.train(arm, watch)
             run.measure(arm, watch)
@@ -204,6 +206,30 @@ class _Run:
             full_layers = most_needed(losses, self._full_blocks)
         self.cache = Kept(self._window(len(full_layers)), full_layers)
 
+    def ask_base(self, watch: Watch) -> None:
+        """Write what the base answers in a chat; nothing if it has no chat template."""
+        if self._replies_file.exists():
+            return
+        counts = {"train": self.recipe.mixture.replies, "test": self.recipe.tests.replies}
+        written: dict[str, list[Any]] = {split: [] for split in counts}
+        turns = Turns.of(self.tokenizer)
+        if turns is not None and turns.ending:
+            model = _for_measuring(self._base())
+            for seed, (split, count) in enumerate(counts.items()):
+                replies = draw_replies(
+                    model, self.lookups(split), count, longest=self.longest // 2, seed=seed
+                )
+                with watch(f"ask the base: {split}") as progress:
+                    for done, reply in enumerate(replies, start=1):
+                        written[split].append([list(reply.input_ids), reply.answer_start])
+                        progress(done, count, {})
+        write_whole(self._replies_file, json.dumps(written).encode())
+
+    def replies(self, split: str) -> list[Encoded]:
+        """What the base answered to requests of `train` or `test`."""
+        written = json.loads(self._replies_file.read_text(encoding="utf-8"))
+        return [Encoded(input_ids=ids, answer_start=start) for ids, start in written[split]]
+
     def arms(self, *, controls: bool) -> list[Arm]:
         """The models to measure, the shrunk one first."""
         everything = Kept(None, [])
@@ -281,6 +307,7 @@ class _Run:
             beyond=self._beyond,
             prose_share=self.recipe.mixture.prose_share,
             seed=settings.seed,
+            replies=self.replies("train"),
             user_records=self._user_records(is_held_out=False),
             landmarks=self.landmarks,
         )
@@ -312,6 +339,7 @@ class _Run:
             user_questions=[_asked(record) for record in self._user_records(is_held_out=True)],
             excerpts=self.recipe.tests.excerpts,
             excerpt_length=self.longest,
+            replies=self.replies("test"),
         )
 
     def measure(self, arm: Arm, watch: Watch) -> None:
@@ -324,7 +352,7 @@ class _Run:
         measuring = Measuring(
             model, arm.name, seed=self.recipe.training.seed, landmarks=self.landmarks
         )
-        total = len(self.tests.asked) + len(self.tests.excerpts)
+        total = len(self.tests.asked) + len(self.tests.excerpts) + len(self.tests.replies)
         results: list[Result] = []
         with watch(f"measure: {arm.name}") as progress:
             for result in measuring.results(self.tests):
@@ -371,6 +399,10 @@ class _Run:
             length=self.length,
         )
         write_page(findings, self.out / PAGE)
+
+    @property
+    def _replies_file(self) -> Path:
+        return self.out / "replies.json"
 
     def _results_file(self, name: str) -> Path:
         return self.out / "results" / f"{name.replace(', ', '-').replace(' ', '-')}.jsonl"

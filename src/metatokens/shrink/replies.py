@@ -1,0 +1,95 @@
+"""What the model itself answers in a chat. Training on it keeps the way in which the model answers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import set_seed
+
+from metatokens.data.tokenizer import encode_text
+from metatokens.decoder import left_padded
+from metatokens.shrink.lookups import Lookups
+from metatokens.tasks.example import Encoded
+
+ABOUT_A_TEXT = (
+    "Summarise this text in two sentences.",
+    "What happens in this text?",
+    "Who is mentioned in this text?",
+    "Give this text a title.",
+    "Rewrite the last sentence of this text in simple words.",
+    "Continue this text.",
+)
+ABOUT_A_WORD = (
+    "Explain the word {word}.",
+    "Write a sentence with the word {word}.",
+    "Tell me a short story about {name}.",
+    "What comes to your mind if you hear the name {name}?",
+    "Give me three tips about {word}.",
+    "Hello! My name is {name}. What can you do for me?",
+)
+SHORTEST_TEXT = 64  # tokens of a text that a request is about
+LONGEST_REPLY = 96  # tokens
+AT_ONCE = 16  # replies that are written together
+TEMPERATURE = 0.7
+
+
+@torch.inference_mode()
+def draw_replies(
+    model: Any, lookups: Lookups, count: int, *, longest: int, seed: int
+) -> Iterator[Encoded]:
+    """Requests in a chat, half of them about an excerpt, and what the model answers.
+
+    Args:
+        model: in evaluation mode.
+        lookups: of a split, for a model whose chat template ends an answer.
+        count: of replies.
+        longest: tokens of an excerpt.
+        seed: of all draws.
+
+    Returns:
+        Requests with their replies. A reply goes to the end of its turn, or to LONGEST_REPLY tokens.
+    """
+    set_seed(seed)
+    generator = np.random.default_rng(seed)
+    requests = [_request(generator, lookups, number, longest) for number in range(count)]
+    assert lookups.turns is not None
+    end = lookups.turns.ending[-1]
+    for start in range(0, count, AT_ONCE):
+        prompts = requests[start : start + AT_ONCE]
+        ids, mask = left_padded(prompts, end)
+        written = model.generate(
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            max_new_tokens=LONGEST_REPLY,
+            do_sample=True,
+            temperature=TEMPERATURE,
+            eos_token_id=end,
+            pad_token_id=end,
+        )
+        for prompt, reply in zip(prompts, written[:, ids.shape[1] :].tolist(), strict=True):
+            yield Encoded(input_ids=prompt + _up_to(end, reply), answer_start=len(prompt))
+
+
+def _request(
+    generator: np.random.Generator, lookups: Lookups, number: int, longest: int
+) -> list[int]:
+    """The ids of a conversation up to the model's answer."""
+    text: list[int] = []
+    requests = ABOUT_A_WORD
+    if number % 2:
+        text = lookups.prose.excerpt(generator, int(generator.integers(SHORTEST_TEXT, longest + 1)))
+        requests = ABOUT_A_TEXT
+    request = generator.choice(requests).format(
+        name=generator.choice(lookups.entities.names), word=generator.choice(lookups.entities.words)
+    )
+    (request_ids,) = encode_text(
+        lookups.tokenizer, [f"\n\n{request}" if text else request], continues=True
+    )
+    assert lookups.turns is not None
+    return [*lookups.turns.opening, *text, *request_ids, *lookups.turns.answering]
+
+
+def _up_to(end: int, ids: list[int]) -> list[int]:
+    """The ids up to the first end, which belongs to them."""
+    return ids[: ids.index(end) + 1] if end in ids else ids
