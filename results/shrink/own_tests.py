@@ -17,7 +17,7 @@ import numpy as np
 from metatokens.evaluation.intervals import normal_interval
 from metatokens.records import Result, read_lines
 from metatokens.shrink.lookups import CHAT, KINDS
-from metatokens.shrink.measuring import FACTS
+from metatokens.shrink.measuring import EXCERPT, FACTS, REPLY
 from metatokens.shrink.shrinking import BASE, SHRUNK, TRAINED_FULL, TRAINED_WINDOW
 from results.shrink.judge import FULL, Findings, answered_cell, cell, kept_share, table, verdict
 
@@ -36,14 +36,14 @@ def gather(folder: Path, file: Path) -> None:
     file.write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
 
 
-def prose_difference(
-    lines: Sequence[Result], other_lines: Sequence[Result]
+def loss_difference(
+    kind: str, lines: Sequence[Result], other_lines: Sequence[Result]
 ) -> tuple[float, float, float] | None:
-    """Nats a token by which a model predicts prose worse than another, and its 95 % interval over excerpts.
+    """Nats a token by which a model predicts excerpts or replies worse than another, and its 95 % interval over them.
 
-    The loss of an excerpt is the mean over seeds.
+    The loss of a text is the mean over seeds.
     """
-    losses, other_losses = _losses(lines), _losses(other_lines)
+    losses, other_losses = _losses(kind, lines), _losses(kind, other_lines)
     if not losses or not other_losses:
         return None
     differences = np.array([losses[text] - other_losses[text] for text in losses])
@@ -52,24 +52,28 @@ def prose_difference(
     return mean, *normal_interval(mean, error)
 
 
-def _losses(lines: Sequence[Result]) -> dict[str, float]:
+def _losses(kind: str, lines: Sequence[Result]) -> dict[str, float]:
     by_text: dict[str, list[float]] = {}
     for line in lines:
-        if line.metric == "perplexity":
+        if line.metric == "perplexity" and str(line.text).startswith(kind):
             by_text.setdefault(str(line.text), []).append(math.log(line.value or math.nan))
     return {text: float(np.mean(losses)) for text, losses in by_text.items()}
 
 
 def prose_verdict(lines: Sequence[Result]) -> str:
     """Whether the shrunk model's prose is near that of the full cache, trained alike."""
-    difference = prose_difference(
-        *([line for line in lines if line.model == m] for m in (SHRUNK, FULL))
-    )
+    of_shrunk = [line for line in lines if line.model == SHRUNK]
+    of_full = [line for line in lines if line.model == FULL]
+    difference = loss_difference(EXCERPT, of_shrunk, of_full)
     if difference is None:
         return "not run"
-    mean, low, high = difference
-    word = "met" if mean <= PROSE_GOAL else "missed"
-    return f"{word}: {mean:+.3f} ({low:+.3f} to {high:+.3f}) nats; goal {PROSE_GOAL:+.2f}"
+    word = "met" if difference[0] <= PROSE_GOAL else "missed"
+    return f"{word}: {nats(difference)} nats; goal {PROSE_GOAL:+.2f}"
+
+
+def nats(difference: tuple[float, float, float] | None) -> str:
+    """A difference with its interval."""
+    return "not run" if difference is None else "{:+.3f} ({:+.3f} to {:+.3f})".format(*difference)
 
 
 def kinds_rows(lines: Sequence[Result], lengths: Sequence[int]) -> dict[str, list[str]]:
@@ -87,15 +91,14 @@ def kinds_rows(lines: Sequence[Result], lengths: Sequence[int]) -> dict[str, lis
 
 
 def run_rows(lines: Sequence[Result], full: Sequence[Result]) -> dict[str, list[str]]:
-    """What the shrunk model of each run finds of the new kinds, and its prose next to that of `full`."""
+    """What the shrunk model of each run finds of the new kinds, and its losses next to those of `full`."""
     rows = {}
     for run in dict.fromkeys(str(line.recipe) for line in lines):
         of_run = [line for line in lines if line.recipe == run and line.model == SHRUNK]
         findings = Findings(of_run, NEW, FACTS)
         shares = [cell(findings, SHRUNK, length) for length in findings.lengths]
-        prose = prose_difference(of_run, full)
-        cost = "not run" if prose is None else "{:+.3f} ({:+.3f} to {:+.3f})".format(*prose)
-        rows[run] = [kept_share(of_run, SHRUNK, 4096), *shares, cost]
+        losses = [nats(loss_difference(kind, of_run, full)) for kind in (EXCERPT, REPLY)]
+        rows[run] = [kept_share(of_run, SHRUNK, 4096), *shares, *losses]
     return rows
 
 
@@ -125,6 +128,7 @@ def report(lines: Sequence[Result]) -> str:
                     "kept of 4,096, %",
                     *(f"found at {length}, %" for length in lengths),
                     "prose, nats",
+                    "replies, nats",
                 ],
             ),
             table("by kind, %", kinds_rows(main, lengths), lengths),
