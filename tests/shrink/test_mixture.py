@@ -1,5 +1,6 @@
 """What a model is trained on: rows whose answers count, or whose every token does."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,6 +92,21 @@ def test_landmarks_change_no_text_and_no_answer(rule, make, tokenizer):
             inserted = landmarks.insert_into(without_padding(plain, row))
             with_metas = without_padding(marked, row)
             assert with_metas == inserted[: len(with_metas)]
+
+
+def test_a_batch_has_records_that_follow_one_another_in_length(make):
+    in_order = list(range(20, 80))
+    shuffled = np.random.default_rng(0).permutation(in_order).tolist()
+    records = [Encoded(input_ids=[length] * length, answer_start=4) for length in shuffled]
+    batches = 0
+    for batch in make(replies=records, prose_share=0, steps=60):
+        lengths = batch["input_ids"][:, 0].tolist()
+        if lengths[0] in in_order and (batch["input_ids"][0] == lengths[0]).sum() == lengths[0]:
+            start = in_order.index(lengths[0])
+            assert lengths == (in_order[start:] + in_order)[: len(lengths)]
+            assert sum(lengths) >= TOKENS > sum(lengths[:-1])
+            batches += 1
+    assert batches
 
 
 @pytest.mark.parametrize("records", ["user_records", "replies"])

@@ -82,13 +82,20 @@ class Mixture:
         return ids, list(range(1, len(ids)))
 
     def _record_rows(self, generator: np.random.Generator, records: Sequence[Encoded]) -> list[Row]:
+        """Records of about one length, whose answers are at about the same places.
+
+        So a batch has little padding, and few columns in which logits are computed.
+        """
+        by_length = sorted(records, key=lambda record: len(record.input_ids))
+        number = int(generator.integers(len(records)))
         rows: list[Row] = []
         tokens = 0
         while not rows or tokens < self.tokens:
-            record = records[int(generator.integers(len(records)))]
+            record = by_length[number % len(records)]
             ids = list(record.input_ids)
             rows.append((ids, list(range(record.answer_start, len(ids)))))
             tokens += len(ids)
+            number += 1
         return rows
 
     def _lookup_row(self, generator: np.random.Generator, length: int) -> Row:
