@@ -239,7 +239,7 @@ def share(mean: Mean) -> str:
     """In %, with the interval, and the seeds if these are not twelve."""
     value, low, high = (100 * number for number in (mean.value, mean.low, mean.high))
     seeds = "" if mean.n == 12 else f", {mean.n} seeds"
-    return f"{value:.1f} ({max(low, 0):.0f} to {min(high, 100):.0f}{seeds})"
+    return f"{value:.1f} ({max(low, 0):.1f} to {min(high, 100):.1f}{seeds})"
 
 
 def covered_recall() -> str:
