@@ -17,8 +17,15 @@ import numpy as np
 from metatokens.evaluation.intervals import normal_interval
 from metatokens.records import Result, read_lines
 from metatokens.shrink.lookups import CHAT, KINDS
-from metatokens.shrink.measuring import EXCERPT, FACTS, REPLY
-from metatokens.shrink.shrinking import BASE, SHRUNK, TRAINED_FULL, TRAINED_WINDOW
+from metatokens.shrink.measuring import (
+    BASE,
+    EXCERPT,
+    FACTS,
+    REPLY,
+    SHRUNK,
+    TRAINED_FULL,
+    TRAINED_WINDOW,
+)
 from results.shrink.judge import FULL, Findings, answered_cell, cell, kept_share, table, verdict
 
 NEW = (*KINDS, CHAT)  # kinds of look-ups whose forms are not trained

@@ -317,9 +317,8 @@ class MixtureSettings(_Settings):
     """What `metatokens shrink` trains on."""
 
     tokens: Positive = 2048  # of a batch
-    longest: Annotated[int, Field(ge=128)] = (
-        2048  # tokens of a text, at most half of the model's limit
-    )
+    # Tokens of a text, at most half of the model's limit. Longer if most of it would be within the window.
+    longest: Annotated[int, Field(ge=128)] = 2048
     prose_share: Annotated[float, Field(ge=0, lt=1)] = 1 / 3  # of the batches
     replies: AtLeastZero = 128  # of the model itself, if it has a chat template
 
@@ -330,7 +329,7 @@ class ShrinkTestSettings(_Settings):
     texts: dict[
         Positive, Positive
     ]  # with new look-ups, by length in tokens; those up to the model's limit are used
-    excerpts: Positive  # of prose, as long as the longest text of the training
+    excerpts: Annotated[int, Field(ge=2)]  # of prose, as long as the longest text of the training
     replies: AtLeastZero  # of the model itself to other requests
     choosing: Positive  # texts to choose blocks by
     cost_lengths: tuple[Positive, ...]

@@ -56,6 +56,13 @@ def test_lines_of_figures_are_half_a_minute_apart(
     assert max(gaps) == 31
 
 
+def test_a_step_without_figures_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar("choose blocks") as progress:
+        progress(1, 2, {})
+        progress(2, 2, {})
+    assert capsys.readouterr().err == "choose blocks 2/2\n"
+
+
 def test_of_processes_that_train_together_the_first_one_speaks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

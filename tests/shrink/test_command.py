@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import binomtest
-from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from metatokens.recipe import ShrinkRecipe, load_recipe
 from metatokens.shrink import shrinking
@@ -146,7 +152,10 @@ def test_the_page_has_the_figures_of_the_results(finished):
 def test_a_finished_run_does_no_step_again(copy, line, metatokens, contents):
     before = contents(copy)
     told = succeed(metatokens, f"{line.replace('1/2', '0.5')} --out {copy}")
-    assert told == f"model: {copy}/model\npage: {copy}/page.html\n"
+    summary, *paths = told.splitlines()
+    assert summary in (copy / "page.html").read_text()
+    assert summary.startswith(f"In texts of {LONGEST} tokens the cache keeps ")
+    assert paths == [f"model: {copy}/model", f"page: {copy}/page.html"]
     assert contents(copy) | {"page.html": before["page.html"]} == before
 
 
@@ -221,6 +230,20 @@ def test_options_reach_the_run(line, tmp_path, metatokens):
     assert prose["kv_kept"] > without_landmarks + 0.005
 
 
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # PEFT sets it itself for GPT-2
+def test_positions_that_a_model_lacks_are_not_measured(base, line, tmp_path, metatokens):
+    tokens = json.loads((base / "config.json").read_text())["vocab_size"]
+    shutil.copytree(base, tmp_path / "learned")
+    learned = GPT2Config(vocab_size=tokens, n_positions=900, n_embd=32, n_layer=BLOCKS, n_head=4)
+    GPT2LMHeadModel(learned).save_pretrained(tmp_path / "learned")
+    options = f"--model {tmp_path}/learned --set tests.cost_lengths=[200,900] --out {tmp_path}/run"
+
+    succeed(metatokens, f"{line} {options} --set training.max_steps=1")
+
+    measured = json.loads((tmp_path / "run/costs.json").read_text())
+    assert {cost["length"] for cost in measured} == {200}
+
+
 MISTAKES = {
     "--keep 0": "cache.keep: Input should be greater than 0",
     "--keep 1": "cache.keep: Input should be less than 1",
@@ -237,7 +260,10 @@ MISTAKES = {
     "--set training.per_device_train_batch_size=2": "mixture.tokens decides the size of a batch",
     "--set training.text_window=8": "cache.keep decides the window",
     "--set mixture.longest=100": "mixture.longest: Input should be greater than or equal to 128",
-    "--set 'tests.texts={2000: 1}'": "within the model's limit of 1,024 tokens",
+    "--set 'tests.texts={2000: 1, 40: 1}'": "no length of tests.texts is between 54 tokens, of which a window of 28 "
+    "forgets a third, and the model's limit of 1,024",
+    "--keep 0.95 --set cache.length=1024": "reaches over most of the 512 tokens that a text of the training may have",
+    "--set tests.excerpts=1": "tests.excerpts: Input should be greater than or equal to 2",
     "--text nowhere.txt": "nowhere.txt",
     "--questions nowhere.jsonl": "nowhere.jsonl",
     "--questions empty.jsonl": "empty.jsonl holds no record",

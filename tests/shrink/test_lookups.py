@@ -1,5 +1,6 @@
 """Look-ups: each fact is in its text, whole and early enough, and its question reads as the form says."""
 
+import copy
 import re
 
 import numpy as np
@@ -121,15 +122,25 @@ def test_a_conversation_is_the_templates(lookups, plain):
         None,
         TEMPLATE.replace("{% if add_generation_prompt %}<", "{% if add_generation_prompt %}A: <"),
         TEMPLATE.replace("message.content", "message.content ~ message.content"),
+        "{{ raise_exception('roles must alternate') }}",
     ],
 )
-def test_a_template_that_does_not_repeat_itself_is_not_used(template, documents, tokenizer):
-    before = tokenizer.chat_template
-    tokenizer.chat_template = template
-    try:
-        assert Turns.of(tokenizer) is None
-    finally:
-        tokenizer.chat_template = before
+def test_a_template_that_does_not_repeat_itself_is_not_used(template, tokenizer):
+    assert Turns.of(with_template(tokenizer, template)) is None
+
+
+def test_an_answer_begins_as_the_template_begins_one_to_be_written(tokenizer):
+    template = TEMPLATE.replace("assistant\n", "assistant\n<think>\n")
+    assert template != TEMPLATE
+    turns = Turns.of(with_template(tokenizer, template))
+    assert tokenizer.decode(turns.answering) == f"{ANSWERING}<think>\n"
+
+
+def with_template(tokenizer, template):
+    """A copy of the tokenizer with another chat template."""
+    changed = copy.copy(tokenizer)
+    changed.chat_template = template
+    return changed
 
 
 def test_a_passage_continues_in_the_text(lookups, tokenizer):

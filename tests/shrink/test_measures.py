@@ -46,13 +46,14 @@ class Case:
     window: int | None
     landmarks: Landmarks | None
 
-    def read_as(self, ids):
-        """The ids with the landmarks."""
-        return list(ids) if self.landmarks is None else self.landmarks.insert_into(ids)
+    def read_as(self, text, question=()):
+        """The ids of a text and a question about it with the landmarks that the rule puts into both together."""
+        ids = [*text, *question]
+        return ids if self.landmarks is None else self.landmarks.insert_into(ids)
 
     def expected_logits(self, text, question):
         """The logits of an answer's tokens by a pass over text, question and answer."""
-        before = [*self.read_as(text), *self.read_as(question.ids)]
+        before = self.read_as(text, question.ids)
         return whole_pass(self.model, [*before, *question.answer])[len(before) - 1 : -1]
 
     def expected_share(self, rows):
@@ -98,7 +99,7 @@ def test_an_answer_after_a_cache_is_that_of_one_pass(case, lookups):
 
     for question in 2 * asked.questions:  # the cache stays as it is
         expected = case.expected_logits(asked.text, question)
-        logits = answer_logits(case.model, cache, question, case.landmarks)
+        logits = answer_logits(case.model, cache, question, case.landmarks, start=len(asked.text))
         is_finite = expected.isfinite()  # meta-tokens are never predicted
         assert torch.equal(logits.isfinite(), is_finite)
         largest = expected[is_finite].abs().max()
@@ -110,7 +111,7 @@ def test_rates_are_what_generation_finds(case, lookups):
     for seed in range(3):
         asked = drawn(lookups, seed, length=200)
         for question in asked.questions:
-            ids = case.read_as(asked.text) + case.read_as(question.ids)
+            ids = case.read_as(asked.text, question.ids)
             written = case.model.generate(
                 torch.tensor([ids]), max_new_tokens=3, do_sample=False, eos_token_id=None
             )

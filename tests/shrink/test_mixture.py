@@ -17,7 +17,7 @@ RECORD = Encoded(input_ids=[11, 12, 13, 14, 15, 0], answer_start=3)
 @pytest.fixture
 def make(lookups):
     """Makes the batches of a mixture with other settings than usual."""
-    usual = {"steps": STEPS, "tokens": TOKENS, "longest": LONGEST, "beyond": 60}
+    usual = {"steps": STEPS, "tokens": TOKENS, "longest": LONGEST, "shortest": 100, "beyond": 60}
     usual |= {"prose_share": 1 / 3, "seed": 0}
 
     def batches(**changes):
@@ -104,7 +104,9 @@ def test_a_batch_has_records_that_follow_one_another_in_length(make):
         if lengths[0] in in_order and (batch["input_ids"][0] == lengths[0]).sum() == lengths[0]:
             start = in_order.index(lengths[0])
             assert lengths == (in_order[start:] + in_order)[: len(lengths)]
-            assert sum(lengths) >= TOKENS > sum(lengths[:-1])
+            assert len(lengths) * max(lengths) <= TOKENS
+            following = in_order[(start + len(lengths)) % len(in_order)]
+            assert (len(lengths) + 1) * max(*lengths, following) > TOKENS
             batches += 1
     assert batches
 
@@ -118,4 +120,4 @@ def test_records_occur(records, make):
             assert {*map(tuple, batch["labels"].tolist())} == {(*[IGNORED_LABEL] * 3, 14, 15, 0)}
             of_records.append(batch["input_ids"].numel())
     assert 3 <= len(of_records) <= 18  # a quarter or a fifth of 40 batches is expected
-    assert set(of_records) == {TOKENS + 2}
+    assert set(of_records) == {TOKENS // len(RECORD.input_ids) * len(RECORD.input_ids)}

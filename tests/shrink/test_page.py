@@ -7,38 +7,39 @@ from html import unescape
 import numpy as np
 import pytest
 
-from metatokens.records import Result
+from metatokens.records import Result, pack_hits
 from metatokens.shrink.choosing import BlockLoss
 from metatokens.shrink.cost import Cost
 from metatokens.shrink.page import Findings, write_page
 
-# By model: the hits of each kind of look-up, and the losses of two excerpts of prose and of two replies.
+TEXTS, OF_A_TEXT = 2, 6  # of each kind, and look-ups
+N = TEXTS * OF_A_TEXT
+T_OF_2, T_OF_4, T_OF_12 = (
+    12.706,
+    3.182,
+    2.201,
+)  # 97.5 % quantiles of Student's t for means of so many
+BASE, SHRUNK, FULL = "full cache, as it was", "shrunk", "full cache, trained alike"
+# By model: how many look-ups of each text are answered, by kind; the losses of two excerpts and of two replies.
 MEASURED = {
-    "full cache, as it was": (
-        {"statement": 8, "question": 5, "passage": 0},
-        (2.0, 2.5),
-        (0.5, 0.5),
-    ),
-    "shrunk": ({"statement": 7, "question": 2, "passage": 1}, (2.2, 2.6), (0.7, 0.9)),
-    "full cache, trained alike": (
-        {"statement": 9, "question": 9, "passage": 9},
-        (2.1, 2.4),
-        (0.6, 0.6),
-    ),
+    BASE: ({"statement": (5, 4), "question": (3, 3), "passage": (0, 0)}, (2.0, 2.5), (0.5, 0.5)),
+    SHRUNK: ({"statement": (4, 4), "question": (0, 3), "passage": (1, 0)}, (2.2, 2.6), (0.7, 0.9)),
+    FULL: ({"statement": (6, 5), "question": (6, 6), "passage": (6, 6)}, (2.1, 2.4), (0.6, 0.6)),
 }
-QUESTIONS = 10  # of each kind
 
 
 def results_of(model):
     """Results of look-ups in 128 and in 256 tokens, of a user's questions, and of prose."""
-    hits, *losses = MEASURED[model]
-    shared = {"model": model, "seed": 0, "n": QUESTIONS}
-    shared |= {"kv_kept": 0.25} if model == "shrunk" else {}
-    lookup = shared | {"metric": "exact_match"}
-    lines = [lookup | {"task": "own", "value": 0.3}]
-    for kind, count in hits.items():
-        for length in (256, 128):
-            lines.append(lookup | {"task": kind, "length": length, "value": count / QUESTIONS})
+    counts_by_kind, *losses = MEASURED[model]
+    shared = {"model": model, "seed": 5, "n": N}
+    shared |= {"kv_kept": 0.25} if model == SHRUNK else {}
+    lines = []
+    for kind, counts in counts_by_kind.items():
+        hits = [number < count for count in counts for number in range(OF_A_TEXT)]
+        lookup = {"metric": "exact_match", "value": np.mean(hits), "hits": pack_hits(hits)}
+        lines += [shared | lookup | {"task": kind, "length": length} for length in (256, 128)]
+        if kind == "statement":
+            lines.append(shared | lookup | {"task": "own"})
     perplexity = shared | {"metric": "perplexity"}
     for kind, of_kind in zip(("excerpt", "reply"), losses, strict=True):
         for number, loss in enumerate(of_kind):
@@ -47,52 +48,82 @@ def results_of(model):
 
 
 @pytest.fixture
-def page(tmp_path):
-    """The page of these results."""
-    cost = Cost(
-        cache="full",
-        length=4096,
-        cache_bytes=12_345_678,
-        read_per_second=1234.4,
-        new_per_second=5.67,
-        device="cpu",
-        threads=3,
-    )
-    findings = Findings(
-        results=[result for model in MEASURED for result in results_of(model)],
-        losses=[
-            BlockLoss(block=None, loss=1.5, answered=3, n=4),
-            BlockLoss(block=2, loss=7.25, answered=1, n=4),
-        ],
-        costs=[cost],
-        cache={"window": 9, "full_layers": [2]},
-        out=tmp_path,
-        base="a <b> & c",
-        length=200,
-    )
-    write_page(findings, tmp_path / "page.html")
-    return (tmp_path / "page.html").read_text(encoding="utf-8")
+def write(tmp_path):
+    """Writes the page of some models, and returns it with the summary."""
+
+    def page_of(*models, texts_of_prose=2):
+        results = [result for model in models for result in results_of(model)]
+        cost = Cost(
+            cache="full",
+            length=4096,
+            cache_bytes=12_345_678,
+            read_per_second=1234.4,
+            new_per_second=5.67,
+            device="cpu",
+            threads=3,
+        )
+        findings = Findings(
+            results=[
+                result
+                for result in results
+                if result.text is None or int(result.text[-1]) < texts_of_prose
+            ],
+            losses=[
+                BlockLoss(block=None, loss=1.5, answered=3, n=4),
+                BlockLoss(block=2, loss=7.25, answered=1, n=4),
+            ],
+            costs=[cost],
+            cache={"window": 9, "full_layers": [2]},
+            out=tmp_path,
+            base="a <b> & c",
+            length=200,
+            steps=7,
+        )
+        write_page(findings, tmp_path / "page.html")
+        return (tmp_path / "page.html").read_text(encoding="utf-8"), findings.summary
+
+    return page_of
 
 
-def test_the_tables_show_the_results(page):
-    cells = [
+def expected_cell(shares, n, t):
+    """The mean in % with the wider one of two intervals: Wilson's of n look-ups, Student's of the shares of texts."""
+    mean = np.mean(shares)
+    centre = (mean + 1.96**2 / (2 * n)) / (1 + 1.96**2 / n)
+    wilson = 1.96 / (1 + 1.96**2 / n) * math.sqrt(mean * (1 - mean) / n + 1.96**2 / (4 * n**2))
+    student = t * np.std(shares, ddof=1) / math.sqrt(len(shares))
+    low = max(0, min(centre - wilson, mean - student))
+    high = min(1, max(centre + wilson, mean + student))
+    return f"{100 * mean:.0f} ({100 * low:.0f} to {100 * high:.0f})"
+
+
+def cells_of(page):
+    """The rows of all tables."""
+    return [
         [unescape(text) for text in re.findall(r"<t[hd].*?>(.*?)</t[hd]>", row)]
         for row in re.findall(r"<tr.*?</tr>", page, re.DOTALL)
     ]
+
+
+def test_the_tables_show_the_results(write):
+    page, _ = write(*MEASURED)
+    cells = cells_of(page)
+    statements, passages, new = [], [], []
+    for counts, _, _ in MEASURED.values():
+        shares = {kind: np.array(of_kind) / OF_A_TEXT for kind, of_kind in counts.items()}
+        statements.append(expected_cell(shares["statement"], N, T_OF_2))
+        both = np.concatenate([shares["statement"], shares["question"]])
+        new.append(expected_cell(both, 2 * N, T_OF_4))
+        single = [number < count for count in counts["passage"] for number in range(OF_A_TEXT)]
+        passages.append(expected_cell(single, N, T_OF_12))
     for length in ("128", "256"):
         start = cells.index([f"in {length} tokens", *MEASURED])
         assert cells[start + 1] == ["kept, %", "100.0", "25.0", "100.0"]
-        # Without the passages. The intervals were computed by hand, by Wilson's formula.
-        assert cells[start + 2] == [
-            "all look-ups of forms without training (20)",
-            "65 (43 to 82)",
-            "45 (26 to 66)",
-            "90 (70 to 97)",
-        ]
+        # Without the passages.
+        assert cells[start + 2] == ["all look-ups of forms without training (24)", *new]
         kinds = [row[1:] for row in cells[start + 3 : start + 6]]
-        assert kinds[0] == ["0 (0 to 28)", "10 (2 to 40)", "90 (60 to 98)"]
-        assert ["80 (49 to 94)", "70 (40 to 89)", "90 (60 to 98)"] in kinds
-    shrunk = ["shrunk"]
+        assert kinds[0] == passages
+        assert statements in kinds
+    shrunk = [SHRUNK]
     for differences, mean in (((0.1, 0.2), "2.400"), ((0.1, 0.3), "0.800")):
         error = 1.96 * np.std(differences, ddof=1) / math.sqrt(2)
         middle = sum(differences) / 2
@@ -103,11 +134,33 @@ def test_the_tables_show_the_results(page):
     assert ["none", "1.50", "3 of 4"] in cells
 
 
-def test_the_sentences_give_the_results(page):
+def test_the_sentences_give_the_results(write):
+    page, summary = write(*MEASURED)
     text = " ".join(unescape(re.sub("<[^>]*>", "", page)).split())
-    assert "In texts of 128 tokens the cache keeps 25.0 % of the keys and values." in text
-    assert "answers 45 % of the look-ups whose form it was not trained on;" in text
-    assert "full cache, trained alike: 90 %." in text
-    assert "Your own 10 held-out questions: full cache, as it was 30 (11 to 60);" in text
+    assert summary in text
+    assert summary.startswith(
+        "In texts of 128 tokens the cache keeps 25.0 % of the keys and values. "
+    )
+    assert "answers 46 % of the look-ups whose form it was not trained on. " in summary
+    assert "The full cache, trained alike: 96 %. Prose costs +0.150 nats a token more (" in summary
+    assert "Seed 5, 7 steps of training" in text
+    assert f"Your own 12 held-out questions: {BASE} 75 (" in text
     assert "A smaller cache for a <b> & c" in text
+    assert "so nothing was asked in a chat" in text
     assert not re.search(r'(src|href)="?http', page)
+
+
+def test_a_run_without_the_trained_control_is_compared_with_the_base(write):
+    _, summary = write(SHRUNK, BASE)
+    assert "The full cache, as it was: 62 %. Prose costs +0.150 nats" in summary
+
+
+def test_a_model_alone_is_compared_with_nothing(write):
+    page, summary = write(SHRUNK)
+    assert summary.endswith("answers 46 % of the look-ups whose form it was not trained on.")
+    assert [SHRUNK, "2.400", "0.800"] in cells_of(page)
+
+
+def test_one_excerpt_says_nothing(write):
+    page, summary = write(*MEASURED, texts_of_prose=1)
+    assert "nats a token more" not in page + summary

@@ -4,7 +4,7 @@ import pytest
 
 from metatokens.data.tokenizer import END_OF_TEXT
 from metatokens.errors import UserError
-from metatokens.shrink.texts import Entities, UserText
+from metatokens.shrink.texts import Entities, Prose, UserText
 
 
 def test_splits_share_no_name_and_no_word(documents):
@@ -29,19 +29,24 @@ def test_words_stand_in_for_names_that_are_few(documents):
 
 
 def test_a_text_of_few_words_is_refused(documents):
-    with pytest.raises(UserError, match="words to ask for in the test split, and 64 are needed"):
+    with pytest.raises(
+        UserError, match="words in lower-case letters to ask for in the test split, and 64 are"
+    ):
         Entities.of(documents[:2], "test")
 
 
 def test_every_tenth_document_is_held_out(documents, text, tokenizer):
-    train = tokenizer.decode(text.train.ids.tolist()).split(END_OF_TEXT)
-    held_out = tokenizer.decode(text.held_out.ids.tolist()).split(END_OF_TEXT)
+    held_out = documents[9::10]
+    train = [document for document in documents if document not in held_out]
+    for prose, expected in ((text.train, train), (text.held_out, held_out)):
+        assert tokenizer.decode(prose.ids.tolist()) == "".join(f"{text}\n\n" for text in expected)
 
-    expected_held_out = documents[9::10]
-    assert [document for document in held_out if document] == expected_held_out
-    assert [document for document in train if document] == [
-        document for document in documents if document not in expected_held_out
-    ]
+
+def test_a_document_with_a_control_text_stays_text(tokenizer):
+    documents = [f"one{END_OF_TEXT}", "two"]
+    ids = Prose(tokenizer, documents).ids.tolist()
+    assert tokenizer.decode(ids) == f"one{END_OF_TEXT}\n\ntwo\n\n"
+    assert tokenizer.eos_token_id not in ids
 
 
 def test_excerpts_are_equally_far_apart(text):
@@ -49,6 +54,12 @@ def test_excerpts_are_equally_far_apart(text):
     gap = (len(ids) - 50) / 3
     starts = [int(number * gap) for number in range(4)]
     assert text.held_out.excerpts(4, 50) == [ids[start : start + 50] for start in starts]
+
+
+def test_excerpts_do_not_overlap_unless_there_are_two(text):
+    tokens = len(text.held_out.ids)
+    assert len(text.held_out.excerpts(100, tokens // 5)) == 5
+    assert len(text.held_out.excerpts(100, tokens - 1)) == 2
 
 
 def test_too_little_text_is_refused(tokenizer, corpus):

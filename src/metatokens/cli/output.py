@@ -1,6 +1,5 @@
 """How results and progress are written: a table, or JSON lines if asked for; on a terminal, a bar while it works."""
 
-import math
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -143,8 +142,8 @@ def _shown(figures: "Figures") -> str:
 def progress_bar(verb: str) -> "Iterator[Progress]":
     """Show progress and the latest figures on standard error.
 
-    A terminal gets a bar. Elsewhere a line is printed at the first loss, every half minute, and at the end. If several
-    processes train one model, only the first shows anything.
+    A terminal gets a bar. Elsewhere a line is printed at the first figures, every half minute, and at the end. If
+    several processes train one model, only the first shows anything.
     """
     from rich.console import Console, RenderableType
     from rich.progress import (
@@ -164,13 +163,19 @@ def progress_bar(verb: str) -> "Iterator[Progress]":
             yield self.make_tasks_table(self.tasks)
             yield Text(self.figures)
 
-    console, printed = Console(stderr=True), -math.inf
+    console = Console(stderr=True)
+    printed = time.monotonic()
+    has_figures = False
 
     def print_line(done: int, total: int, figures: "Figures") -> None:
-        nonlocal printed
-        if figures and (time.monotonic() - printed > LINE_EVERY or done == total):
+        nonlocal printed, has_figures
+        is_due = time.monotonic() - printed > LINE_EVERY
+        has_first_figures = bool(figures) and not has_figures
+        if is_due or has_first_figures or done == total:
             printed = time.monotonic()
-            print(f"{verb} {done:,}/{total:,}: {_shown(figures)}", file=sys.stderr, flush=True)
+            has_figures = bool(figures)
+            shown = f": {_shown(figures)}" if figures else ""
+            print(f"{verb} {done:,}/{total:,}{shown}", file=sys.stderr, flush=True)
 
     if not is_first_process():
         yield lambda done, total, figures: None

@@ -61,7 +61,7 @@ def shrink(
     prose and look-ups made from your text, tests it on held-out text, and writes a page. An interrupted run resumes
     when the command is repeated.
     """
-    from metatokens.shrink.shrinking import shrink
+    from metatokens.shrink.shrinking import PAGE, shrink
 
     changes = list(overrides or ())
     if keep is not None:
@@ -72,7 +72,7 @@ def shrink(
     if landmarks is not None:
         changes.append(f"cache.landmarks={landmarks}")
     settings = load_recipe(ShrinkRecipe, recipe, changes)
-    page = shrink(
+    findings = shrink(
         settings,
         model,
         text,
@@ -83,8 +83,9 @@ def shrink(
         overwrite=overwrite,
         watch=progress_bar,
     )
+    say(findings.summary)
     say(f"model: {out / 'model'}")
-    say(f"page: {page}")
+    say(f"page: {out / PAGE}")
 
 
 def _share(keep: str) -> float:

@@ -123,10 +123,10 @@ class Landmarks:
         behind[:-1] &= is_text[1:]
         return behind
 
-    def insert_into(self, ids: Sequence[int]) -> list[int]:
-        """The ids, (length,), with the meta-tokens inserted, (length + meta-tokens,)."""
+    def insert_into(self, ids: Sequence[int], start: int = 0) -> list[int]:
+        """The ids, (length,), with the meta-tokens inserted, (length + meta-tokens,); `start` as in a call."""
         return np.insert(
-            np.array(ids, np.int64), np.flatnonzero(self(ids)) + 1, self.meta_token_id
+            np.array(ids, np.int64), np.flatnonzero(self(ids, start)) + 1, self.meta_token_id
         ).tolist()
 
     def _behind(self, text: Ids, start: int) -> Marks:

@@ -1,6 +1,9 @@
-"""The 95 % intervals of a measured proportion and of a measured mean."""
+"""The 95 % intervals of a measured proportion, also of answers in groups, and of a measured mean."""
 
-from scipy.stats import binomtest
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.stats import binomtest, t
 
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:
@@ -16,3 +19,20 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
 def normal_interval(mean: float, standard_error: float) -> tuple[float, float]:
     """The 95 % interval of a mean with this standard error, as (low, high), by the normal approximation."""
     return mean - 1.96 * standard_error, mean + 1.96 * standard_error
+
+
+def clustered_interval(clusters: Sequence[Sequence[bool]]) -> tuple[float, float]:
+    """The 95 % interval of a share of answers that come in clusters, such as those about one text, as (low, high).
+
+    It is the wider of two: Wilson's, as if each answer were independent, and Student's over the clusters' shares.
+    """
+    answers = np.concatenate(clusters)
+    low, high = wilson_interval(int(answers.sum()), len(answers))
+    if len(clusters) < 2:
+        return low, high
+    shares = np.array([np.mean(cluster) for cluster in clusters])
+    half_width = t.ppf(0.975, len(shares) - 1) * shares.std(ddof=1) / np.sqrt(len(shares))
+    mean = answers.mean()
+    return min(low, max(0.0, float(mean - half_width))), max(
+        high, min(1.0, float(mean + half_width))
+    )

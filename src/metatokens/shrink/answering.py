@@ -27,10 +27,18 @@ def read(model: Any, ids: Sequence[int]) -> Any:
 
 @torch.inference_mode()
 def answer_logits(
-    model: Any, cache: Any, question: Question, landmarks: Landmarks | None = None
+    model: Any, cache: Any, question: Question, landmarks: Landmarks | None = None, start: int = 0
 ) -> Tensor:
-    """The logits of an answer's tokens, (tokens, vocabulary) float32, after a text in a cache, which stays as it is."""
-    ids = question.ids if landmarks is None else landmarks.insert_into(question.ids)
+    """The logits of an answer's tokens, (tokens, vocabulary) float32, after a text in a cache, which stays as it is.
+
+    Args:
+        model: in evaluation mode.
+        cache: of the text.
+        question: about the text.
+        landmarks: where meta-tokens are inserted, if anywhere.
+        start: tokens of the text, without meta-tokens.
+    """
+    ids = question.ids if landmarks is None else landmarks.insert_into(question.ids, start)
     asked = torch.tensor([[*ids, *question.answer[:-1]]], device=model.device)
     output = model(
         asked,

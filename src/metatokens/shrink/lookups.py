@@ -11,10 +11,16 @@ from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import yaml
+from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
 
-from metatokens.data.tokenizer import beginning_of, encode_text, encode_with_control
+from metatokens.data.tokenizer import (
+    beginning_of,
+    control_texts,
+    encode_text,
+    encode_with_control,
+)
 from metatokens.errors import UserError, broken_rule, one_line
 from metatokens.recipe import parse_yaml
 from metatokens.shrink.texts import Entities, Prose
@@ -150,24 +156,33 @@ class Turns:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> "Turns | None":
-        """Those of a tokenizer; None if its template is missing, or puts other things around other messages."""
+        """Those of a tokenizer.
+
+        None if it has no template, the template fails, or it puts other things around other messages.
+        """
         if tokenizer.chat_template is None:
             return None
         roles = ("user", "assistant", "user")
         messages = [{"role": role, "content": _TURN} for role in roles]
-        rendered = str(
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        )
+        try:
+            rendered = str(
+                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            )
+        except TemplateError:
+            return None
         parts = rendered.split(_TURN)
         if len(parts) != len(roles) + 1:
             return None
-        opening, answering, after_answer, last = (
+        _, before_answer, _, before_new_answer = parts
+        # A template may put white space before an answer, or "<think>" before one that is still to be written.
+        if not before_new_answer.strip().startswith(before_answer.strip()):
+            return None
+        opening, _, after_answer, answering = (
             encode_with_control(tokenizer, part, continues=bool(number))
             for number, part in enumerate(parts)
         )
-        if answering != last:
-            return None
-        is_control = np.isin(after_answer, tokenizer.all_special_ids)
+        control_ids = list(control_texts(tokenizer.backend_tokenizer))
+        is_control = np.isin(after_answer, control_ids)
         size = int(is_control.argmax()) + 1 if is_control.any() else 0
         return cls(opening, answering, after_answer[:size], after_answer[size:])
 
@@ -193,7 +208,7 @@ class Lookups:
     ):
         self.tokenizer, self.prose, self.entities = tokenizer, prose, entities
         self.forms, self.turns = forms, turns
-        self._beginning = beginning_of(tokenizer)
+        self.beginning = beginning_of(tokenizer)  # of a text that is no chat
 
     def draw(
         self,
@@ -221,7 +236,7 @@ class Lookups:
         """
         if chat and self.turns is None:
             raise ValueError("the model has no chat template")
-        opening = self.turns.opening if self.turns and chat else self._beginning
+        opening = self.turns.opening if self.turns and chat else self.beginning
         room = length - len(opening)
         stated, questions = self._facts(generator, forms, facts, chat, room)
         size = room - sum(map(len, stated))

@@ -26,6 +26,9 @@ STRIDE = 7  # between the forms of two texts, so that few texts have forms of se
 ASKED_IN_CHAT = "question"  # the kind whose forms are asked about in a chat
 SEED = 2026  # of all tests
 ROOM = 64  # tokens of a length that are for a question and its answer
+# The models that are measured.
+BASE, SHRUNK = "full cache, as it was", "shrunk"
+TRAINED_FULL, TRAINED_WINDOW = "full cache, trained alike", "a window alone, trained alike"
 EXCERPT, REPLY = "excerpt", "reply"  # what a perplexity is of
 TRAINED = "trained form"  # the kind of look-ups whose form was trained, about other names and words
 
@@ -50,7 +53,7 @@ def draw_tests(
     trained: Sequence[Form],
     texts: Mapping[int, int],
     *,
-    beyond: int,
+    beyond: Mapping[int, int],
     user_questions: Sequence[Asked],
     excerpts: int,
     excerpt_length: int,
@@ -62,7 +65,7 @@ def draw_tests(
         lookups: of the test split and its forms.
         trained: forms that are trained.
         texts: by length, the number of texts of each kind. The facts of a text have one form.
-        beyond: tokens between each fact and the end of the text at least.
+        beyond: by length, tokens between each fact and the end of the text at least.
         user_questions: a user's held-out questions.
         excerpts: of prose.
         excerpt_length: tokens.
@@ -82,16 +85,18 @@ def draw_tests(
             drawn = lookups.draw(
                 generator,
                 length=length - ROOM,
-                beyond=beyond,
+                beyond=beyond[length],
                 forms=[forms[STRIDE * number % len(forms)]],
                 facts=FACTS,
                 chat=is_chat,
             )
             questions = [replace(question, kind=kind) for question in drawn.questions]
             if kind == KINDS[0]:
-                questions.append(lookups.passage(generator, drawn, beyond))
+                questions.append(lookups.passage(generator, drawn, beyond[length]))
             asked[length].append(Asked(drawn.text, questions))
-    return Tests(asked, lookups.prose.excerpts(excerpts, excerpt_length), replies)
+    beginning = lookups.beginning
+    prose = lookups.prose.excerpts(excerpts, excerpt_length - len(beginning))
+    return Tests(asked, [[*beginning, *excerpt] for excerpt in prose], replies)
 
 
 class Measuring:
@@ -127,7 +132,9 @@ class Measuring:
             rows.append(ids)
             cache = read(self.model, ids)
             for question in asked.questions:
-                logits = answer_logits(self.model, cache, question, self.landmarks)
+                logits = answer_logits(
+                    self.model, cache, question, self.landmarks, start=len(asked.text)
+                )
                 hits[question.kind].append(is_answered(logits, question))
         share = measure_cache_share(self.model, rows)
         for kind, answered in hits.items():

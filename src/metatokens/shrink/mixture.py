@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 import numpy as np
 import torch
@@ -12,9 +13,8 @@ from metatokens.data.landmarks import Landmarks
 from metatokens.shrink.lookups import Asked, Lookups
 from metatokens.tasks.example import Encoded
 
-SHORTEST = 128  # tokens of a text with look-ups
-TOKENS_PER_FACT = 40  # of a text at least
-MOST_FACTS = 20  # in a text
+TOKENS_PER_FACT = 25  # at least, of the part of a text where facts are
+MOST_FACTS = 24  # in a text
 MOST_FORMS = 4  # of the facts of a text: so several facts have one form, and only their names tell them apart
 CHAT_SHARE = 0.25  # of the texts with look-ups, if the model has a chat template
 REPLY_SHARE = 0.2  # of the steps without prose, if there are replies
@@ -29,14 +29,15 @@ class Mixture:
 
     A batch is prose, in which every token counts; or texts with look-ups, in which the answers count; or a chat, in
     which the model's own replies do. Texts with look-ups have one length in a batch: the longest, or a half, a quarter,
-    ... of it. Batches have about equally many tokens.
+    ... of it, down to the shortest. Batches have about equally many tokens.
 
     Attributes:
         lookups: of the training split.
         steps: batches.
         tokens: of a batch.
         longest: tokens of the longest texts.
-        beyond: the fewest tokens between a fact and the end of its text, if the text is long enough.
+        shortest: tokens that texts with look-ups have at least.
+        beyond: the fewest tokens between a fact and the end of its text.
         prose_share: of the batches.
         seed: of all draws.
         replies: of the model itself, to requests in a chat.
@@ -48,6 +49,7 @@ class Mixture:
     steps: int
     tokens: int
     longest: int
+    shortest: int
     beyond: int
     prose_share: float
     seed: int
@@ -69,7 +71,7 @@ class Mixture:
         elif self.user_records and generator.random() < USER_SHARE:
             rows = self._record_rows(generator, self.user_records)
         else:
-            doublings = int(np.log2(self.longest / SHORTEST))
+            doublings = int(np.log2(self.longest / self.shortest))
             length = self.longest // 2 ** int(generator.integers(doublings + 1))
             rows = [self._lookup_row(generator, length) for _ in range(self._rows(length))]
         return _batch([self._with_landmarks(ids, scored) for ids, scored in rows])
@@ -78,8 +80,9 @@ class Mixture:
         return max(1, self.tokens // length)
 
     def _prose_row(self, generator: np.random.Generator) -> Row:
-        ids = self.lookups.prose.excerpt(generator, self.longest)
-        return ids, list(range(1, len(ids)))
+        beginning = self.lookups.beginning
+        excerpt = self.lookups.prose.excerpt(generator, self.longest - len(beginning))
+        return [*beginning, *excerpt], list(range(1, self.longest))
 
     def _record_rows(self, generator: np.random.Generator, records: Sequence[Encoded]) -> list[Row]:
         """Records of about one length, whose answers are at about the same places.
@@ -89,24 +92,25 @@ class Mixture:
         by_length = sorted(records, key=lambda record: len(record.input_ids))
         number = int(generator.integers(len(records)))
         rows: list[Row] = []
-        tokens = 0
-        while not rows or tokens < self.tokens:
-            record = by_length[number % len(records)]
+        longest = 0
+        for record in islice(cycle(by_length), number, None):
+            longest = max(longest, len(record.input_ids))
+            if rows and (len(rows) + 1) * longest > self.tokens:
+                break
             ids = list(record.input_ids)
             rows.append((ids, list(range(record.answer_start, len(ids)))))
-            tokens += len(ids)
-            number += 1
         return rows
 
     def _lookup_row(self, generator: np.random.Generator, length: int) -> Row:
         has_turns = self.lookups.turns is not None
-        facts = int(generator.integers(2, max(3, min(MOST_FACTS, length // TOKENS_PER_FACT) + 1)))
+        most_facts = min(MOST_FACTS, (length - self.beyond) // TOKENS_PER_FACT)
+        facts = int(generator.integers(2, max(3, most_facts + 1)))
         number_of_forms = int(generator.integers(1, MOST_FORMS + 1))
         chosen = generator.choice(len(self.lookups.forms), number_of_forms, replace=False)
         asked = self.lookups.draw(
             generator,
             length=length,
-            beyond=min(self.beyond, length // 2),
+            beyond=self.beyond,
             forms=[self.lookups.forms[number] for number in chosen],
             facts=facts,
             chat=has_turns and generator.random() < CHAT_SHARE,

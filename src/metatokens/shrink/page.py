@@ -11,13 +11,13 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.axes import Axes
 
-from metatokens.evaluation.intervals import normal_interval, wilson_interval
+from metatokens.evaluation.intervals import clustered_interval, normal_interval
 from metatokens.files import write_whole
 from metatokens.looking.style import FURTHER, STYLES, Style, line, png, small_multiples
-from metatokens.records import Result
+from metatokens.records import Result, unpack_hits
 from metatokens.shrink.choosing import BlockLoss
 from metatokens.shrink.cost import Cost
-from metatokens.shrink.measuring import EXCERPT, REPLY
+from metatokens.shrink.measuring import BASE, EXCERPT, FACTS, REPLY, SHRUNK, TRAINED_FULL
 
 NAMES = {
     "passage": "a passage of the text, repeated",
@@ -30,6 +30,28 @@ NAMES = {
     "own": "your questions",
 }
 _NOT_NEW = {"trained form", "passage", "own"}
+_ONE_A_TEXT = {"passage", "own"}
+
+
+@dataclass(frozen=True)
+class Answered:
+    """How a model answers some look-ups: for each text, whether each question is answered."""
+
+    texts: Sequence[Sequence[bool]]
+
+    @property
+    def n(self) -> int:
+        """The number of look-ups."""
+        return sum(map(len, self.texts))
+
+    @property
+    def percent(self) -> float:
+        """The share that is answered, in %."""
+        return 100 * sum(map(sum, self.texts)) / self.n
+
+    def __str__(self) -> str:
+        low, high = clustered_interval(self.texts)
+        return f"{self.percent:.0f} ({100 * low:.0f} to {100 * high:.0f})"
 
 
 @dataclass(frozen=True)
@@ -44,6 +66,7 @@ class Findings:
         out: the run's folder.
         base: the model that was shrunk.
         length: tokens; of a text of this length the cache keeps the share that was asked for.
+        steps: of the training.
     """
 
     results: Sequence[Result]
@@ -53,11 +76,42 @@ class Findings:
     out: Path
     base: str
     length: int
+    steps: int
+
+    @property
+    def summary(self) -> str:
+        """What an engineer asks first."""
+        length = self.usual_length
+        kept, found = self.share_kept(SHRUNK, length), self.new(SHRUNK, length).percent
+        sentences = [
+            f"In texts of {length:,} tokens the cache keeps {100 * kept:.1f} % of the keys and values.",
+            f"The model answers {found:.0f} % of the look-ups whose form it was not trained on.",
+        ]
+        if self.reference is not None:
+            reference = self.new(self.reference, length).percent
+            sentences.append(f"The {self.reference}: {reference:.0f} %.")
+            if EXCERPT in self.predicted:
+                cost, low, high = self.loss_difference(EXCERPT, SHRUNK, self.reference)
+                sentences.append(
+                    f"Prose costs {cost:+.3f} nats a token more ({low:+.3f} to {high:+.3f})."
+                )
+        return " ".join(sentences)
+
+    @property
+    def reference(self) -> str | None:
+        """The model to compare with: the full cache, trained alike, or else as it was; None if neither is measured."""
+        measured = [name for name in (TRAINED_FULL, BASE) if name in self.models]
+        return measured[0] if measured else None
 
     @property
     def usual_length(self) -> int:
-        """The longest measured length up to that; the shortest of all if there is none."""
+        """The longest measured length up to `length`; the shortest of all if there is none."""
         return max([length for length in self.lengths if length <= self.length] or self.lengths[:1])
+
+    @property
+    def seed(self) -> int:
+        """The seed of the training."""
+        return self.results[0].seed
 
     @property
     def models(self) -> list[str]:
@@ -75,18 +129,18 @@ class Findings:
         measured = {result.task for result in self._lookups()}
         return [kind for kind in NAMES if kind in measured]
 
-    def answered(self, model: str, kinds: Sequence[str], length: int | None) -> tuple[int, int]:
-        """How many look-ups of some kinds a model answers, and of how many."""
-        chosen = [
-            result
-            for result in self._lookups()
-            if result.model == model and result.task in kinds and result.length == length
-        ]
-        return sum(round(_value(result) * result.n) for result in chosen), sum(
-            result.n for result in chosen
-        )
+    def answered(self, model: str, kinds: Sequence[str], length: int | None) -> Answered:
+        """How a model answers look-ups of some kinds."""
+        texts: list[Sequence[bool]] = []
+        for result in self._lookups():
+            if result.model == model and result.task in kinds and result.length == length:
+                assert result.hits is not None
+                hits = unpack_hits(result.hits, result.n).tolist()
+                of_a_text = 1 if result.task in _ONE_A_TEXT else FACTS
+                texts += [hits[i : i + of_a_text] for i in range(0, result.n, of_a_text)]
+        return Answered(texts)
 
-    def new(self, model: str, length: int) -> tuple[int, int]:
+    def new(self, model: str, length: int) -> Answered:
         """The same, of all kinds whose forms are not trained."""
         return self.answered(model, [kind for kind in self.kinds if kind not in _NOT_NEW], length)
 
@@ -99,14 +153,9 @@ class Findings:
         ]
         return float(np.mean(shares))
 
-    def loss_difference(
-        self, kind: str, model: str, reference: str
-    ) -> tuple[float, float, float] | None:
+    def loss_difference(self, kind: str, model: str, reference: str) -> tuple[float, float, float]:
         """Nats a token by which a model predicts excerpts or replies worse than another, with a 95 % interval."""
-        losses, references = self._losses(kind, model), self._losses(kind, reference)
-        if not losses or len(losses) != len(references):
-            return None
-        differences = np.array(losses) - np.array(references)
+        differences = np.array(self._losses(kind, model)) - np.array(self._losses(kind, reference))
         mean = float(differences.mean())
         error = float(differences.std(ddof=1)) / math.sqrt(len(differences))
         return mean, *normal_interval(mean, error)
@@ -117,8 +166,8 @@ class Findings:
 
     @property
     def predicted(self) -> list[str]:
-        """What perplexities are of: excerpts, and replies if there are any."""
-        return [kind for kind in (EXCERPT, REPLY) if self._losses(kind, self.models[0])]
+        """What perplexities are of: excerpts, and replies if there are several."""
+        return [kind for kind in (EXCERPT, REPLY) if len(self._losses(kind, SHRUNK)) > 1]
 
     def _losses(self, kind: str, model: str) -> list[float]:
         return [
@@ -149,18 +198,9 @@ def write_page(findings: Findings, file: Path) -> None:
     )
     picture = base64.b64encode(_picture(findings)).decode()
     text = environment.get_template("page.html.j2").render(
-        findings=findings, names=NAMES, picture=picture, share=_share, interval=_interval
+        findings=findings, names=NAMES, picture=picture, shrunk=SHRUNK
     )
     write_whole(file, text.encode())
-
-
-def _interval(answered: tuple[int, int]) -> str:
-    """A share in % with Wilson's interval."""
-    hits, n = answered
-    if not n:
-        return "-"
-    low, high = wilson_interval(hits, n)
-    return f"{100 * hits / n:.0f} ({100 * low:.0f} to {100 * high:.0f})"
 
 
 def _picture(findings: Findings) -> bytes:
@@ -169,7 +209,7 @@ def _picture(findings: Findings) -> bytes:
 
     def by_length(axes: Axes) -> None:
         for model in findings.models:
-            shares = [_share(findings.new(model, length)) for length in findings.lengths]
+            shares = [findings.new(model, length).percent for length in findings.lengths]
             axes.plot(findings.lengths, shares, label=model, **line(styles[model]))
         axes.set_xscale("log", base=2)
         axes.set_xticks(findings.lengths, [f"{length:,}" for length in findings.lengths])
@@ -191,11 +231,5 @@ def _picture(findings: Findings) -> bytes:
 def _draw_found_against_kept(axes: Axes, findings: Findings, model: str, style: Style) -> None:
     """A point for each length of the texts."""
     shares_kept = [100 * findings.share_kept(model, length) for length in findings.lengths]
-    shares = [_share(findings.new(model, length)) for length in findings.lengths]
+    shares = [findings.new(model, length).percent for length in findings.lengths]
     axes.plot(shares_kept, shares, label=model, **line(style, linestyle="none"))
-
-
-def _share(answered: tuple[int, int]) -> float:
-    """In %."""
-    hits, n = answered
-    return 100 * hits / n if n else math.nan

@@ -48,7 +48,8 @@ def draw_replies(
         seed: of all draws.
 
     Returns:
-        Requests with their replies. A reply goes to the end of its turn, or to LONGEST_REPLY tokens.
+        Requests with their replies. A reply goes to the end of its turn, or to LONGEST_REPLY tokens. A model that ends
+        its turn at once gives none, so there may be fewer.
     """
     set_seed(seed)
     generator = np.random.default_rng(seed)
@@ -68,7 +69,8 @@ def draw_replies(
             pad_token_id=end,
         )
         for prompt, reply in zip(prompts, written[:, ids.shape[1] :].tolist(), strict=True):
-            yield Encoded(input_ids=prompt + _up_to(end, reply), answer_start=len(prompt))
+            if reply[0] != end:
+                yield Encoded(input_ids=prompt + _up_to(end, reply), answer_start=len(prompt))
 
 
 def _request(

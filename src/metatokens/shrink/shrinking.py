@@ -24,14 +24,23 @@ from metatokens.decoder import own_blocks
 from metatokens.errors import UserError
 from metatokens.files import file_sha256, write_whole
 from metatokens.machine import has_fast_bfloat16
+from metatokens.model.positions import reaches
 from metatokens.recipe import WITHOUT_EFFECT, ShrinkRecipe
 from metatokens.records import Result, read_lines, stamped
 from metatokens.retrofit.injection import add_meta_attention
 from metatokens.retrofit.text_window import apply_text_window
 from metatokens.shrink.choosing import BlockLoss, losses_of_blocks, most_needed
-from metatokens.shrink.cost import Cost, costs
+from metatokens.shrink.cost import NEW, Cost, costs
 from metatokens.shrink.lookups import Asked, Lookups, Question, Turns, read_forms
-from metatokens.shrink.measuring import Measuring, Tests, draw_tests
+from metatokens.shrink.measuring import (
+    BASE,
+    SHRUNK,
+    TRAINED_FULL,
+    TRAINED_WINDOW,
+    Measuring,
+    Tests,
+    draw_tests,
+)
 from metatokens.shrink.mixture import MOST_FORMS, Mixture
 from metatokens.shrink.page import Findings, write_page
 from metatokens.shrink.replies import draw_replies
@@ -42,7 +51,9 @@ from metatokens.training.trainer import Progress, train, unwatched
 
 SINKS = 4  # the first positions, which every block keeps
 FEWEST = 8  # positions of a window
-FACTS_TO_CHOOSE_BY = 12  # in a text
+MARGIN = 8  # tokens at least between a window and what has to be found
+UNLIMITED = 1_000_000  # tokens, for a model without a limit
+WINDOW_TO_CHOOSE_BY, FACTS_TO_CHOOSE_BY = 64, 12  # of a block that forgets, and in a text
 PAGE = "page.html"
 USERS = "own"  # the kind of a user's questions
 
@@ -78,8 +89,6 @@ class Arm:
     cache: Kept
 
 
-BASE, SHRUNK = "full cache, as it was", "shrunk"
-TRAINED_FULL, TRAINED_WINDOW = "full cache, trained alike", "a window alone, trained alike"
 NAMES = (BASE, SHRUNK, TRAINED_FULL, TRAINED_WINDOW)
 
 
@@ -94,7 +103,7 @@ def shrink(
     controls: bool = True,
     overwrite: bool = False,
     watch: Watch = lambda name: nullcontext(unwatched),
-) -> Path:
+) -> Findings:
     """Train a model to keep a part of its cache, and measure what it still finds.
 
     `out` then holds `model`, whose cache is smaller wherever it is loaded; `page.html`; the base's `replies.json`; and
@@ -112,13 +121,14 @@ def shrink(
         watch: shows the progress of each step.
 
     Returns:
-        The page.
+        What the page shows.
 
     Raises:
         UserError: if model, text and settings do not fit each other.
     """
     run = _Run(recipe, model, list(corpora), out, forms, questions)
-    with open_run(out, run.settings, overwrite=overwrite, inputs=[model, forms, questions]):
+    inputs = [model, forms, questions, *map(Path, corpora)]
+    with open_run(out, run.settings, overwrite=overwrite, inputs=inputs):
         run.choose(watch)
         run.ask_base(watch)
         for arm in run.arms(controls=controls):
@@ -126,8 +136,8 @@ def shrink(
             run.measure(arm, watch)
             if arm.name == SHRUNK:
                 run.measure_costs(arm, watch)
-            run.write_page()
-        return out / PAGE
+            findings = run.write_page()
+        return findings
 
 
 class _Run:
@@ -145,7 +155,8 @@ class _Run:
         self.recipe, self.model, self.corpora, self.out = recipe, model, corpora, out
         self.forms = read_forms(forms)
         base, self.tokenizer = load_base_and_tokenizer(model)
-        self.limit = int(base.config.get_text_config().max_position_embeddings)
+        text_config = base.config.get_text_config()
+        self.limit = int(getattr(text_config, "max_position_embeddings", None) or UNLIMITED)
         self.blocks = own_blocks(base.config)
         # Refuses what cannot forget, and blocks that are not there.
         apply_text_window(
@@ -155,9 +166,18 @@ class _Run:
         )
         rule = recipe.cache.landmarks
         self.landmarks = None if rule is None else Landmarks(self.tokenizer, rule)
-        self.longest = min(recipe.mixture.longest, self.limit // 2)
         self.length = min(recipe.cache.length, self.limit)
-        self._window(self._full_blocks)  # refuses a share without room for it
+        self.window = self._window(self._full_blocks)
+        # Tokens from what has to be found to the end of its text, at least; the window does not reach so far.
+        self.beyond = self.window + MARGIN
+        # A shorter text has little that is forgotten.
+        self.shortest = 3 * self.beyond // 2
+        self.longest = min(max(recipe.mixture.longest, 2 * self.beyond), self.limit // 2)
+        if self.longest < self.shortest:
+            raise UserError(
+                f"a window of {self.window:,} positions reaches over most of the {self.longest:,} tokens that a text "
+                "of the training may have, half of the model's limit: keep less."
+            )
         self.records = [] if questions is None else read_examples(questions, self.tokenizer)
         self.settings = {
             "verb": "shrink",
@@ -170,7 +190,7 @@ class _Run:
         self.cache: Kept  # of the shrunk model, once it is chosen
 
     def _base(self) -> Any:
-        """The base with a meta-token, on the device."""
+        """The base with a meta-token."""
         base, _ = load_base_and_tokenizer(self.model)
         model: Any = add_meta_attention(base, self.tokenizer, layers=[])
         # PEFT would look for a configuration under that name.
@@ -180,31 +200,39 @@ class _Run:
     @cached_property
     def text(self) -> UserText:
         """The user's text."""
-        lengths = [length for length in self.recipe.tests.texts if length <= self.limit]
+        return UserText(self.tokenizer, self.corpora, max([self.longest, *self.tested_lengths]))
+
+    @cached_property
+    def tested_lengths(self) -> list[int]:
+        """The lengths of tests that the model can read, and of which the window covers no large part."""
+        lengths = [
+            length for length in self.recipe.tests.texts if self.shortest <= length <= self.limit
+        ]
         if not lengths:
             raise UserError(
-                f"no length of tests.texts is within the model's limit of {self.limit:,} tokens: give a shorter one."
+                f"no length of tests.texts is between {self.shortest:,} tokens, of which a window of {self.window:,} "
+                f"forgets a third, and the model's limit of {self.limit:,}: give such a length."
             )
-        return UserText(self.tokenizer, self.corpora, max([self.longest, *lengths]))
+        return lengths
 
-    def lookups(self, split: str) -> Lookups:
-        """What draws look-ups of `train` or `test`, with its forms, names and words."""
-        prose = self.text.train if split == "train" else self.text.held_out
-        return Lookups(
-            self.tokenizer,
-            prose,
-            self.text.entities[split],
-            self.forms[split],
-            Turns.of(self.tokenizer),
-        )
+    @cached_property
+    def lookups(self) -> dict[str, Lookups]:
+        """What draws look-ups of `train` and of `test`, with their forms, names and words."""
+        turns = Turns.of(self.tokenizer)
+        prose = {"train": self.text.train, "test": self.text.held_out}
+        return {
+            split: Lookups(
+                self.tokenizer, prose[split], self.text.entities[split], self.forms[split], turns
+            )
+            for split in prose
+        }
 
     def choose(self, watch: Watch) -> None:
         """Choose the blocks that keep everything: those of the recipe, or those that need it most by measurement."""
         full_layers = self.recipe.cache.full_layers
         if full_layers is None:
-            losses = self.block_losses(self._window(self._full_blocks), watch)
-            full_layers = most_needed(losses, self._full_blocks)
-        self.cache = Kept(self._window(len(full_layers)), full_layers)
+            full_layers = most_needed(self.block_losses(watch), self._full_blocks)
+        self.cache = Kept(self.window, full_layers)
 
     def ask_base(self, watch: Watch) -> None:
         """Write what the base answers in a chat; nothing if it has no chat template."""
@@ -212,12 +240,12 @@ class _Run:
             return
         counts = {"train": self.recipe.mixture.replies, "test": self.recipe.tests.replies}
         written: dict[str, list[Any]] = {split: [] for split in counts}
-        turns = Turns.of(self.tokenizer)
+        turns = self.lookups["train"].turns
         if turns is not None and turns.ending:
             model = _for_measuring(self._base())
             for seed, (split, count) in enumerate(counts.items()):
                 replies = draw_replies(
-                    model, self.lookups(split), count, longest=self.longest // 2, seed=seed
+                    model, self.lookups[split], count, longest=self.longest // 2, seed=seed
                 )
                 with watch(f"ask the base: {split}") as progress:
                     for done, reply in enumerate(replies, start=1):
@@ -261,25 +289,18 @@ class _Run:
             return cache.full_blocks
         return max(1, round(self.blocks * cache.keep / 2))
 
-    @property
-    def _beyond(self) -> int:
-        """Tokens from a fact to the end of its text, at least: the shrunk model's window does not reach so far."""
-        assert self.cache.window is not None
-        return self.cache.window + FEWEST
-
-    def block_losses(self, window: int, watch: Watch) -> list[BlockLoss]:
+    def block_losses(self, watch: Watch) -> list[BlockLoss]:
         """What answers cost if a block forgets."""
         file = self.out / "blocks.json"
         if not file.exists():
-            lookups = self.lookups("train")
             texts = [
-                _text_to_choose_by(lookups, number, min(512, self.longest), window)
+                _text_to_choose_by(self.lookups["train"], number, min(512, self.longest))
                 for number in range(self.recipe.tests.choosing)
             ]
             model = _for_measuring(self._base())
             with watch("choose blocks") as progress:
                 losses = losses_of_blocks(
-                    model, texts, window, lambda done, total: progress(done, total, {})
+                    model, texts, WINDOW_TO_CHOOSE_BY, lambda done, total: progress(done, total, {})
                 )
             lines = [loss.model_dump() for loss in losses]
             write_whole(file, json.dumps(lines, indent=1).encode())
@@ -300,11 +321,12 @@ class _Run:
             }
         )
         mixture = Mixture(
-            self.lookups("train"),
-            steps=settings.max_steps,
+            self.lookups["train"],
+            steps=settings.max_steps * settings.gradient_accumulation_steps,
             tokens=self.recipe.mixture.tokens,
             longest=self.longest,
-            beyond=self._beyond,
+            shortest=self.shortest,
+            beyond=self.beyond,
             prose_share=self.recipe.mixture.prose_share,
             seed=settings.seed,
             replies=self.replies("train"),
@@ -326,16 +348,16 @@ class _Run:
     @cached_property
     def tests(self) -> Tests:
         """What all models are measured on."""
-        texts = {
-            length: count
-            for length, count in self.recipe.tests.texts.items()
-            if length <= self.limit
+        window_alone = self._window(0)
+        beyond = {
+            length: max(self.beyond, min(window_alone + MARGIN, length // 2))
+            for length in self.tested_lengths
         }
         return draw_tests(
-            self.lookups("test"),
+            self.lookups["test"],
             self.forms["train"],
-            texts,
-            beyond=self._beyond,
+            {length: self.recipe.tests.texts[length] for length in self.tested_lengths},
+            beyond=beyond,
             user_questions=[_asked(record) for record in self._user_records(is_held_out=True)],
             excerpts=self.recipe.tests.excerpts,
             excerpt_length=self.longest,
@@ -350,7 +372,11 @@ class _Run:
         file.parent.mkdir(exist_ok=True)
         model = _for_measuring(self._trained(arm))
         measuring = Measuring(
-            model, arm.name, seed=self.recipe.training.seed, landmarks=self.landmarks
+            model,
+            arm.name,
+            seed=self.recipe.training.seed,
+            # The base's meta-token is not trained.
+            landmarks=None if arm.folder is None else self.landmarks,
         )
         total = len(self.tests.asked) + len(self.tests.excerpts) + len(self.tests.replies)
         results: list[Result] = []
@@ -368,7 +394,11 @@ class _Run:
             return
         model = _for_measuring(self._trained(arm))
         measured: list[Cost] = []
-        lengths = self.recipe.tests.cost_lengths
+        lengths = [
+            length
+            for length in self.recipe.tests.cost_lengths
+            if reaches(model.config, length + NEW)
+        ]
         with watch("memory and speed") as progress:
             for done, length in enumerate(lengths, start=1):
                 text = self.text.held_out.ids[:length]
@@ -378,7 +408,7 @@ class _Run:
                 progress(done, len(lengths), {})
         write_whole(file, json.dumps([cost.model_dump() for cost in measured], indent=1).encode())
 
-    def write_page(self) -> None:
+    def write_page(self) -> Findings:
         """Write the page of what is measured so far."""
         results = [
             result
@@ -393,12 +423,14 @@ class _Run:
             results=results,
             losses=[BlockLoss(**line) for line in losses],
             costs=[Cost(**line) for line in cost_lines],
-            cache=asdict(load_kept(self.out / "model")),
+            cache=asdict(self.cache),
             out=self.out,
             base=str(self.model),
             length=self.length,
+            steps=self.recipe.training.max_steps,
         )
         write_page(findings, self.out / PAGE)
+        return findings
 
     @property
     def _replies_file(self) -> Path:
@@ -419,28 +451,24 @@ class _Run:
         ]
 
 
-def load_kept(folder: Path) -> Kept:
-    """What the cache of a saved model keeps, by its configuration."""
-    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))["meta_attention"]
-    return Kept(settings["text_window"], settings["text_full_layers"] or [])
-
-
-def _text_to_choose_by(lookups: Lookups, number: int, length: int, window: int) -> Asked:
+def _text_to_choose_by(lookups: Lookups, number: int, length: int) -> Asked:
     """A text with look-ups of several forms, for which a block has to remember."""
     generator = np.random.default_rng(number)
     chosen = generator.choice(len(lookups.forms), MOST_FORMS, replace=False)
     return lookups.draw(
         generator,
         length=length,
-        beyond=window + FEWEST,
+        beyond=WINDOW_TO_CHOOSE_BY + MARGIN,
         forms=[lookups.forms[form] for form in chosen],
         facts=FACTS_TO_CHOOSE_BY,
     )
 
 
 def _for_measuring(model: Any) -> Any:
-    """The model in evaluation mode, in bfloat16 where that is fast."""
-    return model.to(torch.bfloat16).eval() if has_fast_bfloat16() else model.eval()
+    """The model in evaluation mode, on a GPU if there is one, in bfloat16 where that is fast."""
+    if has_fast_bfloat16():
+        model = model.to(torch.bfloat16)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
 def _only_batch(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

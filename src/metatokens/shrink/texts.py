@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.corpus import read_corpus
 from metatokens.data.landmarks import Landmarks
-from metatokens.data.tokenizer import encode_documents
+from metatokens.data.tokenizer import encode_text
 from metatokens.errors import UserError
 from metatokens.files import sha256_of
 from metatokens.recipe import Split
@@ -59,8 +59,8 @@ class Entities:
         words_of_split = _of_split(words, split)
         if len(words_of_split) < FEWEST_WORDS:
             raise UserError(
-                f"the text has {len(words_of_split)} words to ask for in the {split} split, and {FEWEST_WORDS} are "
-                "needed: give more text with --text."
+                f"the text has {len(words_of_split)} words in lower-case letters to ask for in the {split} split, and "
+                f"{FEWEST_WORDS} are needed: give more text with --text."
             )
         names_of_split = _of_split(names, split)
         if len(names_of_split) < FEWEST_WORDS:
@@ -73,10 +73,14 @@ def _of_split(entities: Iterable[str], split: Split) -> list[str]:
 
 
 class Prose:
-    """Documents as one row of token ids."""
+    """Documents as one row of token ids.
+
+    Two line feeds are between them, and no control token: in a chat that would end a message.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]):
-        encoded = encode_documents(tokenizer, list(documents))
+        texts = [f"{document}\n\n" for document in documents]
+        encoded = encode_text(tokenizer, texts, continues=True)
         self.ids = np.fromiter(chain.from_iterable(encoded), np.int64)
         self._rule = Landmarks(tokenizer, "sentence")
 
@@ -91,7 +95,8 @@ class Prose:
         return self.ids[start : start + length].tolist()
 
     def excerpts(self, count: int, length: int) -> list[list[int]]:
-        """Excerpts of `length` tokens at equal distances."""
+        """Excerpts of `length` tokens at equal distances: `count`, or as many as do not overlap, but at least two."""
+        count = min(count, max(2, len(self.ids) // length))
         starts = np.linspace(0, len(self.ids) - length, count).astype(int)
         return [self.ids[start : start + length].tolist() for start in starts]
 
