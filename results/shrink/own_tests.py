@@ -43,6 +43,16 @@ def gather(folder: Path, file: Path) -> None:
     file.write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
 
 
+def named_as_arms(lines: Sequence[Result]) -> list[Result]:
+    """The lines with the short names of the models."""
+    return [line.model_copy(update={"model": ARMS[line.model]}) for line in lines]
+
+
+def of_main_runs(lines: Sequence[Result]) -> list[Result]:
+    """Those of the runs with the main settings, whose names are their seeds."""
+    return [line for line in lines if str(line.recipe).isdigit()]
+
+
 def loss_difference(
     kind: str, lines: Sequence[Result], other_lines: Sequence[Result]
 ) -> tuple[float, float, float] | None:
@@ -111,8 +121,8 @@ def run_rows(lines: Sequence[Result], full: Sequence[Result]) -> dict[str, list[
 
 def report(lines: Sequence[Result]) -> str:
     """All tables."""
-    renamed = [line.model_copy(update={"model": ARMS[line.model]}) for line in lines]
-    main = [line for line in renamed if str(line.recipe).isdigit()]
+    named = named_as_arms(lines)
+    main = of_main_runs(named)
     findings = Findings(main, NEW, FACTS)
     lengths = findings.lengths
     found = {
@@ -130,7 +140,7 @@ def report(lines: Sequence[Result]) -> str:
             table("kept of a text, %", kept, lengths),
             table(
                 "run",
-                run_rows(renamed, full_of_first_seed),
+                run_rows(named, full_of_first_seed),
                 [
                     "kept of 4,096, %",
                     *(f"found at {length}, %" for length in lengths),

@@ -82,10 +82,11 @@ class Findings:
     def summary(self) -> str:
         """What an engineer asks first."""
         length = self.usual_length
-        kept, found = self.share_kept(SHRUNK, length), self.new(SHRUNK, length).percent
+        share_kept = self.share_kept(SHRUNK, length)
+        answered = self.new(SHRUNK, length).percent
         sentences = [
-            f"In texts of {length:,} tokens the cache keeps {100 * kept:.1f} % of the keys and values.",
-            f"The model answers {found:.0f} % of the look-ups whose form it was not trained on.",
+            f"In texts of {length:,} tokens the cache keeps {100 * share_kept:.1f} % of the keys and values.",
+            f"The model answers {answered:.0f} % of the look-ups whose form it was not trained on.",
         ]
         if self.reference is not None:
             reference = self.new(self.reference, length).percent
