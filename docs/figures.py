@@ -29,10 +29,14 @@ from metatokens.paper.report import overview
 from metatokens.paper.report.make_table import Cell, Fields, Table, make_table
 from metatokens.paper.report.text import NOT_RUN, PERCENT, Form, name, number
 from metatokens.paper.rule import Effect, effect
-from metatokens.records import unpack_hits
+from metatokens.records import Result, read_lines, unpack_hits
+from metatokens.shrink.measuring import EXCERPT
+from metatokens.shrink.measuring import FACTS as FACTS_OF_A_TEXT
 from metatokens.tasks import TASKS
 from results.covered_text import judge as covered_text
 from results.seeds import Mean
+from results.shrink import judge as shrink_judge
+from results.shrink import own_tests
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
@@ -109,16 +113,19 @@ FORGETTING = {
     "landmarks after sentences, a window of 43": Arm("tokens-1-8-sentence", "tokens"),
     "the same, with meta-attention": Arm("meta-1-8-sentence", "meta"),
 }
-OTHER_FACTS = {
-    "the base, full cache": BASE,
-    "full cache, trained alike": FULL_CACHE,
-    "blocks 18 and 23 full, a window of 28": Arm("window-1-8-full-18-23-brief-float32", "window"),
+SHRUNK = {  # models of results/shrink
+    "base": "full cache, untrained",
+    "full": "full cache, trained alike",
+    "shrunk": "**two full blocks and a window, trained**",
 }
-FACTS = {  # by task, as a reader sees them
-    "facts": "as trained",
-    "facts_cities": "unseen cities",
-    "facts_wording": "another wording",
-    "facts_question": "another question",
+KINDS_OF_LOOKUPS = {
+    "statement": "another statement, asked for in its words",
+    "question": "the same, asked for in other words",
+    "keys": "keys and values in another form",
+    "several": "two facts together",
+    "chat": "in a chat",
+    "trained form": "a trained form, other names and words",
+    "passage": "a passage of the text, repeated",
 }
 TEXT_LENGTHS = (512, 2048, 8192)  # of the texts with facts
 EXCERPTS = {"emma": "Emma", "dracula": "Dracula", "c4": "C4"}  # by the beginning of their names
@@ -387,25 +394,6 @@ def share_kept(lines: pd.DataFrame) -> str:
     return f"{100 * lines.kv_kept.mean():.1f}"
 
 
-def smaller_cache() -> str:
-    """What an eighth of the keys and values keeps, next to all of them."""
-    arms = {
-        "the base, full cache": BASE,
-        "full cache, trained": FULL_CACHE,
-        "a window in all blocks, trained": WINDOW,
-        "two full blocks, untrained": BLOCKS_UNTRAINED,
-        "**two full blocks, trained**": BLOCKS,
-    }
-    rows = []
-    for label, arm in arms.items():
-        kept = share_kept(of_arm(lines_on_prose(), arm))
-        rows.append(
-            (Markup(label), kept, share_found(arm, 512), plus_minus(lost(arm, FULL_CACHE), ".3f"))
-        )
-    heads = "keys and values kept, %", "facts found, %", "loss of prose, nats a token"
-    return Table("", ("texts of 512 tokens", *heads), rows).markdown()
-
-
 def forgetting(arms: Mapping[str, Arm], reference: Arm) -> str:
     """What arms keep, their loss on prose minus that of a reference, and the facts that they find."""
     rows = []
@@ -442,15 +430,6 @@ def full_differences() -> str:
     return Table("", ("", *heads), rows).markdown()
 
 
-def other_facts() -> str:
-    """Facts unlike those of the training that SmolLM2-135M finds in 512 tokens."""
-    rows = [
-        (label, *(share_found(arm, 512, task) for task in FACTS))
-        for label, arm in OTHER_FACTS.items()
-    ]
-    return Table("", ("facts at 512 tokens, %", *FACTS.values()), rows).markdown()
-
-
 def forgetting_tasks() -> str:
     """The four tasks, and the best rule that does not do them."""
     lines = lines_on_forgetting()
@@ -473,30 +452,68 @@ def forgetting_tasks() -> str:
     return Table("", ("exactly right, in %", *heads), rows).markdown()
 
 
-def forgetting_cost() -> str:
-    """The cache of SmolLM2-135M that forgets, and its tokens a second as multiples of those of the full cache."""
-    lines = pd.read_json(ROOT / "results/forget/speed.jsonl", lines=True).set_index(
-        ["length", "model"]
-    )
-    labels = {
-        "window": "a window of 60",
-        "blocks": "blocks 18 and 23 full, a window of 28",
+@cache
+def lines_on_shrinking() -> list[Result]:
+    """The lines of what `metatokens shrink` makes of SmolLM2-135M."""
+    return own_tests.named_as_arms(read_lines(ROOT / "results/shrink/runs.jsonl.gz", Result))
+
+
+def shrunk() -> str:
+    """What the main runs keep and find, and what prose and replies lose."""
+    lines = own_tests.of_main_runs(lines_on_shrinking())
+    findings = shrink_judge.Findings(lines, own_tests.NEW, FACTS_OF_A_TEXT)
+    of_full = [line for line in lines if line.model == "full"]
+    rows = []
+    for model, label in SHRUNK.items():
+        of_model = [line for line in lines if line.model == model]
+        seeds = len({line.seed for line in of_model})
+        kept = shrink_judge.kept_share(lines, model, 4096)
+        found = (shrink_judge.cell(findings, model, length) for length in findings.lengths)
+        prose = own_tests.loss_difference(EXCERPT, of_model, of_full)
+        runs = "-" if model == "base" else number(seeds)
+        rows.append((Markup(label), runs, kept, *found, "0" if model == "full" else nats(prose)))
+    heads = (f"found in {number(length)} tokens, %" for length in findings.lengths)
+    columns = ("", "trainings", "kept of 4,096 tokens, %", *heads, "prose, nats a token")
+    return Table("", columns, rows).markdown()
+
+
+def nats(difference: tuple[float, float, float] | None) -> str:
+    """A difference with its interval."""
+    return own_tests.nats(difference).replace("-", "\u2212")
+
+
+def shrunk_by_kind() -> str:
+    """What the shrunk model of seed 0 finds of each kind, next to the full cache, trained alike."""
+    by_cell = {
+        (line.task, line.model, line.length): line
+        for line in own_tests.of_main_runs(lines_on_shrinking())
+        if line.metric == "exact_match" and line.seed == 0
     }
-    lengths_read, rows = (2048, 32768), []
-    for model, label in labels.items():
-        cells = []
-        for length in lengths_read:
-            full_cache, smaller = lines.loc[length, "full"], lines.loc[length, model]
-            cells.append(
-                f"{smaller.cache_bytes / 1e6:.1f} of {full_cache.cache_bytes / 1e6:.0f} MB"
+    lengths_read = sorted({length for _, _, length in by_cell if length})
+    rows = []
+    for kind, label in KINDS_OF_LOOKUPS.items():
+        cells = (
+            " / ".join(
+                f"{100 * by_cell[kind, model, length].value:.0f}" for model in ("shrunk", "full")
             )
-            ratios = (
-                smaller[rate][1] / full_cache[rate][1] for rate in ("read_per_s", "new_per_s")
-            )
-            cells.append(" / ".join(f"{ratio:.2f}" for ratio in ratios))
+            for length in lengths_read
+        )
         rows.append((label, *cells))
-    heads = (f"{number(length)}: {what}" for length in lengths_read for what in ("cache", "speed"))
-    return Table("", ("", *heads), rows).markdown()
+    heads = (f"{number(length)} tokens" for length in lengths_read)
+    return Table("", ("found, %: two full blocks / full cache", *heads), rows).markdown()
+
+
+def shrunk_cost() -> str:
+    """The memory of the caches of seed 0, and their tokens a second as multiples of those of the full cache."""
+    lines = pd.read_json(ROOT / "results/shrink/costs.json").set_index(["cache", "length"])
+    rows = []
+    for length in lines.loc["full"].index:
+        full, small = lines.loc["full", length], lines.loc["shrunk", length]
+        memory = f"{small.cache_bytes / 1e6:.1f} of {full.cache_bytes / 1e6:.0f} MB"
+        read = f"{small.read_per_second / full.read_per_second:.2f}"
+        written = f"{small.new_per_second / full.new_per_second:.2f}"
+        rows.append((number(length), memory, read, written))
+    return Table("", ("tokens", "cache", "reading", "writing"), rows).markdown()
 
 
 def cost() -> str:
@@ -519,7 +536,7 @@ FIGURES = {
     for function in (
         answers, differences, tasks, unmarked, more_steps, cost, demo_tasks, added, long_texts,
         covered_recall, covered_cuts,
-        smaller_cache, other_facts, full_differences, forgetting_tasks, forgetting_cost,
+        full_differences, forgetting_tasks, shrunk, shrunk_by_kind, shrunk_cost,
     )
 }  # fmt: skip
 FIGURES |= {
@@ -657,23 +674,25 @@ def draw_lengths(figure: SubFigure) -> None:
 
 
 def draw_full_blocks(path: Path) -> None:
-    """Draw how many facts SmolLM2-135M finds at an eighth of the keys and values, by the length of the text."""
+    """Draw what SmolLM2-135M finds, by the length of the text and the cache."""
+    lines = own_tests.of_main_runs(lines_on_shrinking())
+    findings = shrink_judge.Findings(lines, own_tests.NEW, FACTS_OF_A_TEXT)
     looks = {
-        "the base, full cache": (BASE, GREY, "s:"),
-        "the same, trained": (FULL_CACHE, GREY, "^--"),
-        "blocks 18 and 23 full": (BLOCKS, "#d9640f", "o-"),
-        "a window": (WINDOW, "#3f8f5a", "v-"),
-        "SnapKV, untrained": (FORGETTING["SnapKV, untrained"], "#2a86c7", "D--"),
+        "base": (GREY, "s:"),
+        "full": (GREY, "^--"),
+        "shrunk": ("#d9640f", "o-"),
     }
-    ticks = {length: number(length) for length in (512, 1024, 2048, 4096, 8192)}
+    ticks = {length: number(length) for length in findings.lengths}
     with drawing(path, (6, 3.2)) as figure:
         axis = figure.subplots()
-        for label, (arm, colour, form) in looks.items():
-            share, low, high = zip(*(facts_found(arm, length) for length in ticks), strict=True)
-            axis.plot([*ticks], share, form, color=colour, label=label)
+        for model, (colour, form) in looks.items():
+            shares = [findings.shares(model, length) for length in ticks]
+            estimates = [shrink_judge.with_interval(np.positive, share) for share in shares]
+            share, low, high = 100 * np.array(estimates).T
+            axis.plot([*ticks], share, form, color=colour, label=SHRUNK[model].strip("*"))
             axis.fill_between([*ticks], low, high, color=colour, alpha=0.15, linewidth=0)
         set_logarithmic(axis, ticks)
-        axis.set(xlabel="tokens of the text", ylabel="facts found, %", ylim=(-3, 103))
+        axis.set(xlabel="tokens of the text", ylabel="look-ups answered, %", ylim=(-3, 103))
         axis.legend(
             frameon=False, labelcolor=GREY, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1)
         )
