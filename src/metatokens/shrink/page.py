@@ -88,11 +88,12 @@ class Findings:
             f"In texts of {length:,} tokens the cache keeps {100 * share_kept:.1f} % of the keys and values.",
             f"The model answers {answered:.0f} % of the look-ups whose form it was not trained on.",
         ]
-        if self.reference is not None:
-            reference = self.new(self.reference, length).percent
-            sentences.append(f"The {self.reference}: {reference:.0f} %.")
+        # The base does not know the form of the answers: a difference from it would be that of the training.
+        if TRAINED_FULL in self.models:
+            reference = self.new(TRAINED_FULL, length).percent
+            sentences.append(f"The {TRAINED_FULL}: {reference:.0f} %.")
             if EXCERPT in self.predicted:
-                cost, low, high = self.loss_difference(EXCERPT, SHRUNK, self.reference)
+                cost, low, high = self.loss_difference(EXCERPT, SHRUNK, TRAINED_FULL)
                 sentences.append(
                     f"Prose costs {cost:+.3f} nats a token more ({low:+.3f} to {high:+.3f})."
                 )
