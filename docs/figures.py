@@ -118,6 +118,7 @@ SHRUNK = {  # models of results/shrink
     "full": "full cache, trained alike",
     "shrunk": "**two full blocks and a window, trained**",
 }
+SHORT_NAMES = {"shrunk": "two full blocks", "full": "full cache"}  # both trained
 KINDS_OF_LOOKUPS = {
     "statement": "another statement, asked for in its words",
     "question": "the same, asked for in other words",
@@ -361,23 +362,23 @@ def plus_minus(values: pd.Series, form: str) -> str:
     return f"{values.mean():+{form}} \u00b1 {half:{form}}".replace("-", "\u2212") if half else "0"
 
 
-def lines_on_facts(arm: Arm, length: int, task: str = "facts") -> pd.DataFrame:
+def lines_on_facts(arm: Arm, length: int) -> pd.DataFrame:
     """An arm's lines on facts in texts of a length."""
     lines = of_arm(lines_on_forgetting(), arm)
-    return lines[(lines.length == length) & (lines.task == task)]
+    return lines[(lines.length == length) & (lines.task == "facts")]
 
 
-def facts_found(arm: Arm, length: int, task: str = "facts") -> tuple[float, float, float]:
+def facts_found(arm: Arm, length: int) -> tuple[float, float, float]:
     """The share of the facts that an arm finds, %, over its seeds, and Wilson's interval."""
-    lines = lines_on_facts(arm, length, task)
+    lines = lines_on_facts(arm, length)
     right, asked = round((lines.value * lines.n).sum()), int(lines.n.sum())
     low, high = wilson_interval(right, asked)
     return 100 * right / asked, 100 * low, 100 * high
 
 
-def share_found(arm: Arm, length: int, task: str = "facts") -> str:
+def share_found(arm: Arm, length: int) -> str:
     """The same as a cell of a table."""
-    share, low, high = facts_found(arm, length, task)
+    share, low, high = facts_found(arm, length)
     return f"{share:.1f} ({low:.0f} to {high:.0f})"
 
 
@@ -467,11 +468,12 @@ def shrunk() -> str:
     for model, label in SHRUNK.items():
         of_model = [line for line in lines if line.model == model]
         seeds = len({line.seed for line in of_model})
-        kept = shrink_judge.kept_share(lines, model, 4096)
-        found = (shrink_judge.cell(findings, model, length) for length in findings.lengths)
+        share = shrink_judge.kept_share(lines, model, 4096)
+        answered = (shrink_judge.cell(findings, model, length) for length in findings.lengths)
         prose = own_tests.loss_difference(EXCERPT, of_model, of_full)
         runs = "-" if model == "base" else number(seeds)
-        rows.append((Markup(label), runs, kept, *found, "0" if model == "full" else nats(prose)))
+        loss = "0" if model == "full" else nats(prose)
+        rows.append((Markup(label), runs, share, *answered, loss))
     heads = (f"found in {number(length)} tokens, %" for length in findings.lengths)
     columns = ("", "trainings", "kept of 4,096 tokens, %", *heads, "prose, nats a token")
     return Table("", columns, rows).markdown()
@@ -492,15 +494,13 @@ def shrunk_by_kind() -> str:
     lengths_read = sorted({length for _, _, length in by_cell if length})
     rows = []
     for kind, label in KINDS_OF_LOOKUPS.items():
-        cells = (
-            " / ".join(
-                f"{100 * by_cell[kind, model, length].value:.0f}" for model in ("shrunk", "full")
+        for model in ("shrunk", "full"):
+            cells = (
+                shrink_judge.answered_cell(by_cell[kind, model, length]) for length in lengths_read
             )
-            for length in lengths_read
-        )
-        rows.append((label, *cells))
-    heads = (f"{number(length)} tokens" for length in lengths_read)
-    return Table("", ("found, %: two full blocks / full cache", *heads), rows).markdown()
+            rows.append((label if model == "shrunk" else "", SHORT_NAMES[model], *cells))
+    heads = (f"{number(length)} tokens, %" for length in lengths_read)
+    return Table("", ("", "", *heads), rows).markdown()
 
 
 def shrunk_cost() -> str:

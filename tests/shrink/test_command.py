@@ -260,13 +260,13 @@ MISTAKES = {
     "--set training.per_device_train_batch_size=2": "mixture.tokens decides the size of a batch",
     "--set training.text_window=8": "cache.keep decides the window",
     "--set mixture.longest=100": "mixture.longest: Input should be greater than or equal to 128",
-    "--set 'tests.texts={2000: 1, 40: 1}'": "no length of tests.texts is between 54 tokens, of which a window of 28 "
-    "forgets a third, and the model's limit of 1,024",
+    "--set 'tests.texts={2000: 1, 40: 1}'": "no length of tests.texts is between 54 and 1,024 tokens",
     "--keep 0.95 --set cache.length=1024": "reaches over most of the 512 tokens that a text of the training may have",
     "--set tests.excerpts=1": "tests.excerpts: Input should be greater than or equal to 2",
     "--text nowhere.txt": "nowhere.txt",
     "--questions nowhere.jsonl": "nowhere.jsonl",
     "--questions empty.jsonl": "empty.jsonl holds no record",
+    "--questions marked.jsonl --landmarks sentence": "marked.jsonl has records with markers",
     "--forms nowhere.yaml": "nowhere.yaml holds no forms of look-ups",
     "--model nowhere": "there is no folder nowhere",
     "--model sliding": "some of its blocks have a sliding window of their own",
@@ -278,6 +278,8 @@ def ground(base, tmp_path_factory):
     """A folder with what cannot be used."""
     folder = tmp_path_factory.mktemp("ground")
     (folder / "empty.jsonl").touch()
+    marked = {"prompt": "A _PAUSE_ bird.", "markers": [1], "completion": " b"}
+    (folder / "marked.jsonl").write_text(json.dumps(marked))
     shutil.copytree(base, folder / "sliding")
     settings = json.loads((base / "config.json").read_text())
     names = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -154,6 +155,15 @@ def test_a_passage_continues_in_the_text(lookups, tokenizer):
         assert tokenizer.decode(line_end) == "\n"
         starts.add(rows.index([*cue, *passage.answer]))
     assert max(starts) - min(starts) > len(rows) / 2
+
+
+def test_facts_end_where_names_do(lookups):
+    draw = copy.copy(lookups["train"])
+    form = next(form for form in draw.forms if "name" in form.placeholders)
+    draw.entities = replace(draw.entities, names=draw.entities.names[:3])
+    asked = draw.draw(np.random.default_rng(0), length=1000, beyond=8, forms=[form], facts=8)
+    assert len(asked.text) == 1000
+    assert 1 <= len(asked.questions) <= 3
 
 
 def test_facts_that_do_not_fit_are_left_out(lookups):

@@ -228,7 +228,7 @@ class Lookups:
             beyond: the fewest tokens between the last fact and the end of the text. If the text has no room for that,
                 the facts come first.
             forms: the facts take them in turn.
-            facts: how many; fewer if they do not fit in the text.
+            facts: how many; fewer if they do not fit in the text, or if names, words or numbers run out.
             chat: the text is the beginning of a user's message, and each question ends one.
 
         Raises:
@@ -280,7 +280,11 @@ class Lookups:
         remaining: list[list[list[int]]] = []
         for number in range(count):
             form = forms[number % len(forms)]
-            values = {name: next(drawn[name.rstrip("0123456789")]) for name in form.placeholders}
+            values = {
+                name: next(drawn[name.rstrip("0123456789")], None) for name in form.placeholders
+            }
+            if None in values.values():  # all are in this text
+                break
             stated = self._encoded([sentence.format_map(values) for sentence in form.state])
             room -= sum(map(len, stated))
             if room < 0:

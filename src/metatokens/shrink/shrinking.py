@@ -179,6 +179,12 @@ class _Run:
                 "of the training may have, half of the model's limit: keep less."
             )
         self.records = [] if questions is None else read_examples(questions, self.tokenizer)
+        if self.landmarks is not None and any(
+            self.landmarks.meta_token_id in record.input_ids for record in self.records
+        ):
+            raise UserError(
+                f"{questions} has records with markers, and cache.landmarks puts meta-tokens elsewhere: leave one out."
+            )
         self.settings = {
             "verb": "shrink",
             "recipe": recipe.model_dump(mode="json", exclude=WITHOUT_EFFECT),
@@ -204,14 +210,14 @@ class _Run:
 
     @cached_property
     def tested_lengths(self) -> list[int]:
-        """The lengths of tests that the model can read, and of which the window covers no large part."""
+        """The lengths of the tests: the model can read so much, and its window covers two thirds at most."""
         lengths = [
             length for length in self.recipe.tests.texts if self.shortest <= length <= self.limit
         ]
         if not lengths:
             raise UserError(
-                f"no length of tests.texts is between {self.shortest:,} tokens, of which a window of {self.window:,} "
-                f"forgets a third, and the model's limit of {self.limit:,}: give such a length."
+                f"no length of tests.texts is between {self.shortest:,} and {self.limit:,} tokens: a window of "
+                f"{self.window:,} forgets too little of a shorter text, and the model reads no longer one."
             )
         return lengths
 
