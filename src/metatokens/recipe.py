@@ -306,7 +306,7 @@ class CacheSettings(_Settings):
         0.125  # the share of the keys and values of a text of this length
     )
     length: Positive = 4096  # tokens, at most the model's limit
-    # The blocks that keep everything. None: as many of those that need it most as take half of the share.
+    # The blocks that keep everything. None: as many of those that need it most as take three quarters of the share.
     full_layers: list[AtLeastZero] | None = None
     full_blocks: AtLeastZero | None = None  # how many to choose, in place of that number
     # Where meta-tokens are inserted, which are kept too; a rule for landmarks, see `Landmarks`.
@@ -354,9 +354,13 @@ class ShrinkRecipe(_Settings):
 
     @model_validator(mode="after")
     def _has_batches_of_tokens(self) -> "ShrinkRecipe":
-        if self.training.per_device_train_batch_size != 1:
+        # The loss is a mean over the tokens that count. Prose has most of them, so in a sum of batches look-ups would
+        # weigh little.
+        training = self.training
+        if training.per_device_train_batch_size * training.gradient_accumulation_steps != 1:
             raise ValueError(
-                "training.per_device_train_batch_size is 1 for shrink: mixture.tokens decides the size of a batch"
+                "training.per_device_train_batch_size and gradient_accumulation_steps are 1 for shrink: mixture.tokens "
+                "decides the size of a batch"
             )
         return self
 

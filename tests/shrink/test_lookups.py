@@ -144,17 +144,25 @@ def with_template(tokenizer, template):
     return changed
 
 
-def test_a_passage_continues_in_the_text(lookups, tokenizer):
-    asked = asked_of_form(lookups["train"], 0, chat=False)
-    rows = [asked.text[start : start + 20] for start in range(LENGTH - BEYOND - 19)]
+def test_a_passage_is_prose_before_the_window(lookups, tokenizer):
+    draw = lookups["train"]
+    options = {"length": LENGTH, "beyond": BEYOND, "forms": draw.forms[:4], "facts": 4}
+    prose = draw.prose.ids.tolist()
+    of_prose = {tuple(prose[start : start + 20]) for start in range(len(prose) - 19)}
     starts = set()
     for seed in range(50):
-        passage = lookups["train"].passage(np.random.default_rng(seed), asked, BEYOND)
-        assert len(passage.answer) == 8
+        asked = draw.draw(np.random.default_rng(seed), passage=True, **options)
+        (passage,) = [question for question in asked.questions if question.kind == "passage"]
         line_end, cue = passage.ids[:-12], passage.ids[-12:]
         assert tokenizer.decode(line_end) == "\n"
-        starts.add(rows.index([*cue, *passage.answer]))
+        whole = [*cue, *passage.answer]
+        assert len(whole) == 20
+        assert tuple(whole) in of_prose  # so no fact is in it
+        rows = [asked.text[start : start + 20] for start in range(LENGTH - BEYOND - 19)]
+        starts.add(rows.index(whole))
     assert max(starts) - min(starts) > len(rows) / 2
+    short = draw.draw(np.random.default_rng(0), passage=True, **options | {"beyond": LENGTH})
+    assert "passage" not in {question.kind for question in short.questions}
 
 
 def test_facts_end_where_names_do(lookups):

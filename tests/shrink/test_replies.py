@@ -10,9 +10,11 @@ from metatokens.shrink import replies
 from tests.numbers import decoder_roundings, rounding_bound
 from tests.shrink.small import BLOCKS
 
-COUNT, LONGEST = 18, 100  # in two batches
+COUNT, LENGTHS = 18, (60, 100)  # in two batches
 OPENING, ANSWERING = "<|endoftext|>user\n", "\n<|endoftext|>assistant\n"
-ROUNDED = rounding_bound(torch.float32, decoder_roundings(torch.float32, BLOCKS, 32, 2 * LONGEST))
+ROUNDED = rounding_bound(
+    torch.float32, decoder_roundings(torch.float32, BLOCKS, 32, 2 * LENGTHS[1])
+)
 
 
 @pytest.fixture
@@ -20,29 +22,44 @@ def draw(model, lookups, monkeypatch):
     """Draws replies that are almost surely the likeliest ones, with another end than usual if one is given."""
     monkeypatch.setattr(replies, "TEMPERATURE", 1e-4)
 
-    def of_seed(seed, end=None):
+    def of_seed(seed, end=None, **changes):
         drawn = copy.copy(lookups["test"])
         if end is not None:
             drawn.turns = replace(drawn.turns, ending=[end])
-        return list(replies.draw_replies(model, drawn, COUNT, longest=LONGEST, seed=seed))
+        options = {"lengths": LENGTHS, "about_texts": 0.5, "seed": seed} | changes
+        return list(replies.draw_replies(model, drawn, COUNT, **options))
 
     return of_seed
 
 
 def test_requests_are_messages(draw, lookups, plain):
     prose = plain.decode(lookups["test"].prose.ids.tolist())
-    requests = set()
-    for number, reply in enumerate(draw(0)):
+    requests, about_texts = set(), 0
+    for reply in draw(0):
         prompt = plain.decode(reply.input_ids[: reply.answer_start])
         message = prompt.removeprefix(OPENING).removesuffix(ANSWERING)
         assert prompt == f"{OPENING}{message}{ANSWERING}"
         excerpt, _, request = message.rpartition("\n\n")
-        is_about_a_text = bool(number % 2)
-        assert (request in replies.ABOUT_A_TEXT) == bool(excerpt) == is_about_a_text
+        assert (request in replies.ABOUT_A_TEXT) == bool(excerpt)
         assert excerpt in prose
+        if excerpt:
+            about_texts += 1
+            # Tokens at the edges of an excerpt may be parts of characters.
+            assert (
+                LENGTHS[0] - 2
+                <= len(plain(excerpt, add_special_tokens=False).input_ids)
+                <= LENGTHS[1] + 2
+            )
         assert "{" not in request
         requests.add(message)
     assert len(requests) == COUNT
+    assert 0 < about_texts < COUNT
+
+
+def test_all_requests_may_be_about_texts(draw, plain):
+    for reply in draw(0, about_texts=1):
+        prompt = plain.decode(reply.input_ids[: reply.answer_start]).removesuffix(ANSWERING)
+        assert prompt.endswith(replies.ABOUT_A_TEXT)
 
 
 @torch.no_grad()

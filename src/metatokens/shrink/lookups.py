@@ -29,7 +29,7 @@ Kind = Literal["statement", "question", "keys", "several"]
 KINDS = get_args(Kind)
 PASSAGE = "passage"  # the kind of look-up that repeats a passage of the text
 CHAT = "chat"  # and that of questions which are asked in the model's own form of a conversation
-CUE, REPEATED = 12, 8  # tokens of a passage that are given, and that the model has to add
+CUE, PASSAGE_SIZE = 12, 20  # tokens of a passage that are given, and of the whole passage
 _PLACEHOLDER = re.compile("(name|word|number)[0-9]*")
 _LABEL = re.compile(r"^\w+: +(?=\S)")  # at the beginning of a question
 _TURN = "\ufdd1"  # stands for a message in a chat template
@@ -86,7 +86,12 @@ def read_forms(file: Path | None = None) -> Forms:
         further = _parsed(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, TypeError) as error:
         raise UserError(f"{file} holds no forms of look-ups: {one_line(error)}.") from error
-    return {purpose: forms[purpose] + further.get(purpose, ()) for purpose in forms}
+    together = {purpose: forms[purpose] + further.get(purpose, ()) for purpose in forms}
+    trained = {(form.state, form.ask) for form in together["train"]}
+    for form in together["test"]:
+        if (form.state, form.ask) in trained:
+            raise UserError(f"{file} tests the form {form.ask!r}, which is trained.")
+    return together
 
 
 def _parsed(text: str) -> Forms:
@@ -219,8 +224,9 @@ class Lookups:
         forms: Sequence[Form],
         facts: int,
         chat: bool = False,
+        passage: bool = False,
     ) -> Asked:
-        """A text with facts, and a question for each.
+        """A text with facts, and a question for each, in random order.
 
         Args:
             generator: of everything that is drawn.
@@ -230,6 +236,8 @@ class Lookups:
             forms: the facts take them in turn.
             facts: how many; fewer if they do not fit in the text, or if names, words or numbers run out.
             chat: the text is the beginning of a user's message, and each question ends one.
+            passage: ask for a passage of the text too, unless the prose before `beyond` has no room for one between
+                facts.
 
         Raises:
             UserError: if no fact fits in the text.
@@ -249,17 +257,18 @@ class Lookups:
         pieces = [text[first:last].tolist() for first, last in pairwise([0, *cuts, size])]
         with_facts = chain.from_iterable(zip(pieces, [*stated, []], strict=True))
         whole = [*opening, *chain.from_iterable(with_facts)]
+        starts = _passage_starts(size - beyond, cuts)
+        if passage and len(starts):
+            questions.append(self._passage(text, int(generator.choice(starts))))
         order = generator.permutation(len(questions))
         return Asked(whole, [questions[number] for number in order])
 
-    def passage(self, generator: np.random.Generator, asked: Asked, beyond: int) -> Question:
-        """Ask for a passage of a text that is `beyond` tokens or more before its end: its beginning is given."""
-        size = CUE + REPEATED
-        last = max(1, len(asked.text) - beyond - size)
-        start = int(generator.integers(last))
-        passage = asked.text[start : start + size]
-        line_end = encode_text(self.tokenizer, ["\n"], continues=True)[0]
-        return Question(PASSAGE, [*line_end, *passage[:CUE]], passage[CUE:])
+    def _passage(self, text: np.ndarray, start: int) -> Question:
+        """Ask how a passage goes on, whose beginning is given."""
+        (line_end,) = self._encoded(["\n"])
+        cue = text[start : start + CUE].tolist()
+        answer = text[start + CUE : start + PASSAGE_SIZE].tolist()
+        return Question(PASSAGE, [*line_end, *cue], answer)
 
     def _start(self, generator: np.random.Generator, size: int) -> int:
         """Where prose of so many tokens may begin: after a sentence."""
@@ -331,3 +340,11 @@ class Lookups:
             "word": iter(generator.permutation(self.entities.words).tolist()),
             "number": iter(generator.permutation(self.entities.numbers).tolist()),
         }
+
+
+def _passage_starts(end: int, cuts: Sequence[int]) -> np.ndarray:
+    """Where a passage can start, so that it ends before `end` and no fact stands within it, at one of the cuts."""
+    is_start = np.ones(max(0, end - PASSAGE_SIZE), bool)
+    for cut in cuts:
+        is_start[max(0, cut - PASSAGE_SIZE + 1) : cut] = False
+    return np.flatnonzero(is_start)

@@ -22,7 +22,6 @@ from metatokens.tasks.example import Encoded
 FACTS = (
     6  # of one form in a text: so naming any value that was stated is right in a sixth of the cases
 )
-STRIDE = 7  # between the forms of two texts, so that few texts have forms of several kinds
 ASKED_IN_CHAT = "question"  # the kind whose forms are asked about in a chat
 SEED = 2026  # of all tests
 ROOM = 64  # tokens of a length that are for a question and its answer
@@ -81,19 +80,21 @@ def draw_tests(
     for length, count in texts.items():
         asked[length] = []
         for (group, (kind, forms, is_chat)), number in product(enumerate(groups), range(count)):
-            generator = np.random.default_rng([SEED, length, group, number])
+            # The same forms at each length, of several kinds if there are several.
+            order = np.random.default_rng([SEED, group]).permutation(len(forms))
             drawn = lookups.draw(
-                generator,
+                np.random.default_rng([SEED, length, group, number]),
                 length=length - ROOM,
                 beyond=beyond[length],
-                forms=[forms[STRIDE * number % len(forms)]],
+                forms=[forms[order[number % len(forms)]]],
                 facts=FACTS,
                 chat=is_chat,
+                passage=kind == KINDS[0],
             )
-            questions = [replace(question, kind=kind) for question in drawn.questions]
-            if kind == KINDS[0]:
-                questions.append(lookups.passage(generator, drawn, beyond[length]))
-            asked[length].append(Asked(drawn.text, questions))
+            if kind == TRAINED:
+                of_kind = [replace(question, kind=TRAINED) for question in drawn.questions]
+                drawn = replace(drawn, questions=of_kind)
+            asked[length].append(drawn)
     beginning = lookups.beginning
     prose = lookups.prose.excerpts(excerpts, excerpt_length - len(beginning))
     return Tests(asked, [[*beginning, *excerpt] for excerpt in prose], replies)

@@ -1,5 +1,6 @@
 """What a model is trained on: prose, look-ups of all forms and lengths, its own replies, and a user's questions."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -19,6 +20,7 @@ MOST_FORMS = 4  # of the facts of a text: so several facts have one form, and on
 CHAT_SHARE = 0.25  # of the texts with look-ups, if the model has a chat template
 REPLY_SHARE = 0.2  # of the steps without prose, if there are replies
 USER_SHARE = 0.25  # of the other steps, if the user gives questions
+LENGTHS_APART = 64  # tokens between the lengths of batches: memory fragments if each step has tensors of other sizes
 
 Row = tuple[list[int], list[int]]  # the ids of a text, and the indices of those that count
 
@@ -102,7 +104,7 @@ class Mixture:
         return rows
 
     def _lookup_row(self, generator: np.random.Generator, length: int) -> Row:
-        has_turns = self.lookups.turns is not None
+        is_chat = self.lookups.turns is not None and generator.random() < CHAT_SHARE
         most_facts = min(MOST_FACTS, (length - self.beyond) // TOKENS_PER_FACT)
         facts = int(generator.integers(2, max(3, most_facts + 1)))
         number_of_forms = int(generator.integers(1, MOST_FORMS + 1))
@@ -113,10 +115,10 @@ class Mixture:
             beyond=self.beyond,
             forms=[self.lookups.forms[number] for number in chosen],
             facts=facts,
-            chat=has_turns and generator.random() < CHAT_SHARE,
+            chat=is_chat,
+            passage=not is_chat,  # which would go on within the user's message
         )
-        passage = self.lookups.passage(generator, asked, self.beyond)
-        return scored_row(Asked(asked.text, [*asked.questions, passage]))
+        return scored_row(asked)
 
     def _with_landmarks(self, ids: list[int], scored: list[int]) -> Row:
         if self.landmarks is None:
@@ -140,10 +142,11 @@ def scored_row(asked: Asked) -> Row:
 
 
 def _batch(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """Rows padded on the right, where causal attention needs no mask."""
+    """Rows padded on the right, where causal attention needs no mask, to a multiple of LENGTHS_APART."""
     longest = max(len(ids) for ids, _ in rows)
-    input_ids = torch.zeros(len(rows), longest, dtype=torch.int64)
-    labels = torch.full((len(rows), longest), IGNORED_LABEL)
+    padded = math.ceil(longest / LENGTHS_APART) * LENGTHS_APART
+    input_ids = torch.zeros(len(rows), padded, dtype=torch.int64)
+    labels = torch.full((len(rows), padded), IGNORED_LABEL)
     for row, (ids, scored) in enumerate(rows):
         input_ids[row, : len(ids)] = torch.tensor(ids)
         labels[row, scored] = input_ids[row, scored]

@@ -28,7 +28,6 @@ ABOUT_A_WORD = (
     "Give me three tips about {word}.",
     "Hello! My name is {name}. What can you do for me?",
 )
-SHORTEST_TEXT = 64  # tokens of a text that a request is about
 LONGEST_REPLY = 96  # tokens
 AT_ONCE = 16  # replies that are written together
 TEMPERATURE = 0.7
@@ -36,15 +35,22 @@ TEMPERATURE = 0.7
 
 @torch.inference_mode()
 def draw_replies(
-    model: Any, lookups: Lookups, count: int, *, longest: int, seed: int
+    model: Any,
+    lookups: Lookups,
+    count: int,
+    *,
+    lengths: tuple[int, int],
+    about_texts: float,
+    seed: int,
 ) -> Iterator[Encoded]:
-    """Requests in a chat, half of them about an excerpt, and what the model answers.
+    """Requests in a chat, about an excerpt or about a word, and what the model answers.
 
     Args:
         model: in evaluation mode.
         lookups: of a split, for a model whose chat template ends an answer.
         count: of replies.
-        longest: tokens of an excerpt.
+        lengths: tokens of an excerpt, at least and at most.
+        about_texts: the share of the requests that are about an excerpt.
         seed: of all draws.
 
     Returns:
@@ -53,7 +59,12 @@ def draw_replies(
     """
     set_seed(seed)
     generator = np.random.default_rng(seed)
-    requests = [_request(generator, lookups, number, longest) for number in range(count)]
+    requests = [
+        _request_about_text(generator, lookups, lengths)
+        if generator.random() < about_texts
+        else _request_about_word(generator, lookups)
+        for _ in range(count)
+    ]
     assert lookups.turns is not None
     end = lookups.turns.ending[-1]
     for start in range(0, count, AT_ONCE):
@@ -73,21 +84,24 @@ def draw_replies(
                 yield Encoded(input_ids=prompt + _up_to(end, reply), answer_start=len(prompt))
 
 
-def _request(
-    generator: np.random.Generator, lookups: Lookups, number: int, longest: int
+def _request_about_text(
+    generator: np.random.Generator, lookups: Lookups, lengths: tuple[int, int]
 ) -> list[int]:
-    """The ids of a conversation up to the model's answer."""
-    text: list[int] = []
-    requests = ABOUT_A_WORD
-    if number % 2:
-        text = lookups.prose.excerpt(generator, int(generator.integers(SHORTEST_TEXT, longest + 1)))
-        requests = ABOUT_A_TEXT
-    request = generator.choice(requests).format(
+    shortest, longest = lengths
+    text = lookups.prose.excerpt(generator, int(generator.integers(shortest, longest + 1)))
+    return _request(lookups, text, f"\n\n{generator.choice(ABOUT_A_TEXT)}")
+
+
+def _request_about_word(generator: np.random.Generator, lookups: Lookups) -> list[int]:
+    request = str(generator.choice(ABOUT_A_WORD)).format(
         name=generator.choice(lookups.entities.names), word=generator.choice(lookups.entities.words)
     )
-    (request_ids,) = encode_text(
-        lookups.tokenizer, [f"\n\n{request}" if text else request], continues=True
-    )
+    return _request(lookups, [], request)
+
+
+def _request(lookups: Lookups, text: list[int], request: str) -> list[int]:
+    """The ids of a conversation up to the model's answer."""
+    (request_ids,) = encode_text(lookups.tokenizer, [request], continues=True)
     assert lookups.turns is not None
     return [*lookups.turns.opening, *text, *request_ids, *lookups.turns.answering]
 

@@ -50,6 +50,9 @@ from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import Progress, train, unwatched
 
 SINKS = 4  # the first positions, which every block keeps
+FULL_BLOCKS_SHARE = (
+    0.75  # of what is kept of a text: full blocks find things, and a window only speaks well
+)
 FEWEST = 8  # positions of a window
 MARGIN = 8  # tokens at least between a window and what has to be found
 UNLIMITED = 1_000_000  # tokens, for a model without a limit
@@ -245,13 +248,20 @@ class _Run:
         if self._replies_file.exists():
             return
         counts = {"train": self.recipe.mixture.replies, "test": self.recipe.tests.replies}
+        # A test is about what a model forgets, so that its texts are longer than the window.
+        about_texts = {"train": 0.5, "test": 1.0}
         written: dict[str, list[Any]] = {split: [] for split in counts}
         turns = self.lookups["train"].turns
         if turns is not None and turns.ending:
             model = _for_measuring(self._base())
             for seed, (split, count) in enumerate(counts.items()):
                 replies = draw_replies(
-                    model, self.lookups[split], count, longest=self.longest // 2, seed=seed
+                    model,
+                    self.lookups[split],
+                    count,
+                    lengths=(self.beyond, self.longest // 2),
+                    about_texts=about_texts[split],
+                    seed=seed,
                 )
                 with watch(f"ask the base: {split}") as progress:
                     for done, reply in enumerate(replies, start=1):
@@ -293,7 +303,7 @@ class _Run:
             return len(cache.full_layers)
         if cache.full_blocks is not None:
             return cache.full_blocks
-        return max(1, round(self.blocks * cache.keep / 2))
+        return max(1, round(FULL_BLOCKS_SHARE * self.blocks * cache.keep))
 
     def block_losses(self, watch: Watch) -> list[BlockLoss]:
         """What answers cost if a block forgets."""
@@ -328,7 +338,7 @@ class _Run:
         )
         mixture = Mixture(
             self.lookups["train"],
-            steps=settings.max_steps * settings.gradient_accumulation_steps,
+            steps=settings.max_steps,
             tokens=self.recipe.mixture.tokens,
             longest=self.longest,
             shortest=self.shortest,

@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -36,6 +37,7 @@ from metatokens.retrofit.layers import added_parameters
 from metatokens.retrofit.text_window import apply_text_window
 from metatokens.training.batches import WithLogitsToKeep, WithPositions
 from metatokens.training.bracket_loss import bracket_loss
+from metatokens.training.chunked_attention import attention_by_chunks
 from metatokens.training.lora import with_lora
 from metatokens.training.muon import MuonWithAdamW, block_matrices
 from metatokens.training.positions import position_jumps
@@ -246,11 +248,21 @@ def train(
     else:
         micro_batches = settings.batch // settings.per_device_train_batch_size
         with (
+            _attention(model, settings, trainer.args.device),
             position_jumps(model, settings.position_jumps),
             bracket_loss(model, bracket_weight, micro_batches),
         ):
             _train_from(checkpoint, trainer)
     _save_run(trainer, trained, out)
+
+
+def _attention(
+    model: Any, settings: TrainingSettings, device: torch.device
+) -> AbstractContextManager[None]:
+    """The attention of the training. A graph has none by chunks: the keys that it reads depend on the data."""
+    if settings.text_window is None or settings.torch_compile or device.type != "cpu":
+        return nullcontext()
+    return attention_by_chunks(model)
 
 
 def _train_from(checkpoint: Path | None, trainer: MetaTokenTrainer) -> None:
@@ -261,6 +273,11 @@ def _train_from(checkpoint: Path | None, trainer: MetaTokenTrainer) -> None:
         raise UserError(
             f"the checkpoint {checkpoint} cannot be loaded: it has more than tensors in it."
         ) from error
+    # The Trainer takes an error of the dataset for its end.
+    if trainer.state.global_step < trainer.args.max_steps:
+        raise RuntimeError(
+            f"the training ended after {trainer.state.global_step} of {trainer.args.max_steps} steps"
+        )
 
 
 def _save_run(trainer: MetaTokenTrainer, model: Any, out: Path) -> None:
