@@ -258,6 +258,7 @@ MISTAKES = {
     "--full-layers x": "full-layers 'x' must be numbers of at least 0",
     "--landmarks page": "'page' is no rule for landmarks",
     "--set training.per_device_train_batch_size=2": "mixture.tokens decides the size of a batch",
+    "--set training.gradient_accumulation_steps=2": "mixture.tokens decides the size of a batch",
     "--set training.text_window=8": "cache.keep decides the window",
     "--set mixture.longest=100": "mixture.longest: Input should be greater than or equal to 128",
     "--set 'tests.texts={2000: 1, 40: 1}'": "no length of tests.texts is between 54 and 1,024 tokens",

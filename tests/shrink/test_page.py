@@ -51,7 +51,7 @@ def results_of(model):
 def write(tmp_path):
     """Writes the page of some models, and returns it with the summary."""
 
-    def page_of(*models, texts_of_prose=2):
+    def page_of(*models, texts_of_prose=2, landmarks=None):
         results = [result for model in models for result in results_of(model)]
         cost = Cost(
             cache="full",
@@ -73,7 +73,7 @@ def write(tmp_path):
                 BlockLoss(block=2, loss=7.25, answered=1, n=4),
             ],
             costs=[cost],
-            cache={"window": 9, "full_layers": [2]},
+            cache={"window": 9, "full_layers": [2], "landmarks": landmarks},
             out=tmp_path,
             base="a <b> & c",
             length=200,
@@ -146,6 +146,9 @@ def test_the_sentences_give_the_results(write):
     assert "Seed 5, 7 steps of training" in text
     assert f"Your own 12 held-out questions: {BASE} 75 (" in text
     assert "A smaller cache for a <b> & c" in text
+    assert "the meta-tokens of" not in text
+    with_landmarks, _ = write(*MEASURED, landmarks="every:9")
+    assert "the meta-tokens of <code>every:9</code>" in with_landmarks
     assert "so nothing was asked in a chat" in text
     assert not re.search(r'(src|href)="?http', page)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
+from metatokens.data.blocks import BlockDataset
 from metatokens.errors import UserError
 from metatokens.recipe import PretrainRecipe, load_recipe
 from metatokens.training.pretrain import pretrain
@@ -146,3 +147,18 @@ def test_a_learning_rate_that_makes_the_weights_overflow(
     )
     with pytest.raises(UserError, match=r"before step 2: .* at learning rate 9"):
         pretrain(pretraining(*overrides), tmp_path / "run")
+
+
+def test_an_error_of_the_data_does_not_end_a_training_quietly(
+    pretraining: Pretraining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item_of = BlockDataset.__getitem__
+
+    def stops(dataset: BlockDataset, number: int) -> object:
+        if number == 12:
+            raise StopIteration
+        return item_of(dataset, number)
+
+    monkeypatch.setattr(BlockDataset, "__getitem__", stops)
+    with pytest.raises(RuntimeError, match="the training ended after 3 of 8 steps"):
+        pretrain(pretraining(), tmp_path / "run")

@@ -62,7 +62,7 @@ class Findings:
         results: of all models.
         losses: what answers cost if one block forgets; empty if the blocks were given.
         costs: of the caches.
-        cache: the window and the full layers of the shrunk model.
+        cache: the window and the full layers of the shrunk model, and its rule for landmarks.
         out: the run's folder.
         base: the model that was shrunk.
         length: tokens; of a text of this length the cache keeps the share that was asked for.

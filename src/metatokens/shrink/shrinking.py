@@ -439,7 +439,7 @@ class _Run:
             results=results,
             losses=[BlockLoss(**line) for line in losses],
             costs=[Cost(**line) for line in cost_lines],
-            cache=asdict(self.cache),
+            cache={**asdict(self.cache), "landmarks": self.recipe.cache.landmarks},
             out=self.out,
             base=str(self.model),
             length=self.length,

@@ -163,6 +163,15 @@ class RunCallback(TrainerCallback):
         if not control.should_log:
             self._report(state)
 
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
+    ) -> None:
+        """Refuse a training that ended early: the Trainer takes some errors of a dataset for its end."""
+        if state.global_step < state.max_steps:
+            raise RuntimeError(
+                f"the training ended after {state.global_step} of {state.max_steps} steps"
+            )
+
     def on_log(
         self,
         args: TrainingArguments,
@@ -273,11 +282,6 @@ def _train_from(checkpoint: Path | None, trainer: MetaTokenTrainer) -> None:
         raise UserError(
             f"the checkpoint {checkpoint} cannot be loaded: it has more than tensors in it."
         ) from error
-    # The Trainer takes an error of the dataset for its end.
-    if trainer.state.global_step < trainer.args.max_steps:
-        raise RuntimeError(
-            f"the training ended after {trainer.state.global_step} of {trainer.args.max_steps} steps"
-        )
 
 
 def _save_run(trainer: MetaTokenTrainer, model: Any, out: Path) -> None:
