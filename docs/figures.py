@@ -128,6 +128,7 @@ KINDS_OF_LOOKUPS = {
     "trained form": "a trained form, other names and words",
     "passage": "a passage of the text, repeated",
 }
+LONG_PROMPTS = {"list_recall": 2048, "segment_counting": 2048, "parity": 2048, "copying": 512}
 TEXT_LENGTHS = (512, 2048, 8192)  # of the texts with facts
 EXCERPTS = {"emma": "Emma", "dracula": "Dracula", "c4": "C4"}  # by the beginning of their names
 
@@ -228,6 +229,25 @@ def answers() -> str:
 def tasks() -> str:
     """The four tasks at the trained length."""
     return grid("trained to 128 tokens, tested there", models(SMALL), each_task(**AT_128))
+
+
+def long_prompts() -> str:
+    """Prompts longer than any in training, without and with position jumps and scalable softmax."""
+    rows: dict[str, Fields] = dict(models(SMALL))
+    for label, model in LABELS.items():
+        if model in ("gpt2", "meta"):
+            rows[label + ", with both"] = {**SMALL, "model": model, "variant": "jumps"}
+    columns: dict[str, Fields] = {
+        f"{name(task).lower()}, {number(length)} tokens": {
+            "task": task,
+            "train_length": 128,
+            "length": length,
+            "condition": "long_prompt",
+        }
+        for task, length in LONG_PROMPTS.items()
+    }
+    claimed = verdicts("Position jumps and scalable softmax")
+    return grid("trained to 128 tokens", rows, columns) + f"\n{claimed}"
 
 
 @cache
