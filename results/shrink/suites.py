@@ -1,7 +1,7 @@
 r"""Draw prompts of recall suites into one file of JSON lines: RULER's needles, BABILong, and this package's tasks.
 
     python -m results.shrink.suites --tokenizer .real/smollm2 --text emma.txt.gz dracula.txt.gz \
-        --counts 512:24,2048:12,4096:8,8192:4 --out runs/suites/prompts.jsonl
+        --counts 512:16,2048:10,4096:6 --out runs/suites/prompts.jsonl
 
 **RULER** (github.com/NVIDIA/RULER, its templates and needles word by word). Keys are an adjective and a noun with a
 hyphen, as there, but drawn from lists of this package. The haystack is RULER's noise, or sentences of held-out books in
@@ -484,13 +484,13 @@ def _any_of(generator: Generator, options: Sequence[Any]) -> Any:
 
 
 def parse_counts(text: str) -> dict[int, int]:
-    """Numbers of prompts by length, written `512:24,2048:12`.
+    """Numbers of prompts by length, written `512:16,2048:10`.
 
     Raises:
         UserError: if it is written otherwise.
     """
     if not re.fullmatch(r"[1-9]\d*:[1-9]\d*(,[1-9]\d*:[1-9]\d*)*", text):
-        raise UserError(f"--counts {text!r} is not written as 512:24,2048:12: tokens:prompts.")
+        raise UserError(f"--counts {text!r} is not written as 512:16,2048:10: tokens:prompts.")
     pairs = (pair.split(":") for pair in text.split(","))
     return {int(length): int(number) for length, number in pairs}
 
@@ -505,7 +505,7 @@ def main() -> None:
     parser.add_argument(
         "--counts",
         type=parse_counts,
-        default="512:24,2048:12,4096:8,8192:4",
+        default="512:16,2048:10,4096:6",
         help="prompts of a task, by length in tokens",
     )
     parser.add_argument("--seed", type=int, default=TEST_SEED)
