@@ -306,7 +306,7 @@ class CacheSettings(_Settings):
         0.125  # the share of the keys and values of a text of this length
     )
     length: Positive = 4096  # tokens, at most the model's limit
-    # The blocks that keep everything. None: as many of those that need it most as take three quarters of the share.
+    # The blocks that keep everything. None: those that need it most, which take four fifths of the share at most.
     full_layers: list[AtLeastZero] | None = None
     full_blocks: AtLeastZero | None = None  # how many to choose, in place of that number
     # Where meta-tokens are inserted, which are kept too; a rule for landmarks, see `Landmarks`.

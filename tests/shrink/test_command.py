@@ -244,6 +244,13 @@ def test_positions_that_a_model_lacks_are_not_measured(base, line, tmp_path, met
     assert {cost["length"] for cost in measured} == {200}
 
 
+@pytest.mark.usefixtures("no_step")
+def test_full_blocks_leave_room_for_a_window(line, tmp_path, metatokens):
+    for keep in ("0.4", "1/2", "2/3", "0.9"):  # of 3 blocks
+        with pytest.raises(TypeError, match="'NoneType' object is not callable"):  # the first step
+            metatokens(f"{line} --keep {keep} --out {tmp_path}/{keep.replace('/', '-')}")
+
+
 MISTAKES = {
     "--keep 0": "cache.keep: Input should be greater than 0",
     "--keep 1": "cache.keep: Input should be less than 1",

@@ -26,7 +26,7 @@ BAD = {
     'train: {keys: [{state: " {name}", ask: "\\nIn {word} is", answer: " {name}"}]}': (
         "{word} is asked for, and not stated"
     ),
-    f"train: {{statement: [{GOOD}]}}\ntest: {{question: [{GOOD}]}}": "which is trained",
+    f"train: {{statement: [{GOOD}]}}\ntest: {{question: [{GOOD}]}}": "is trained and tested",
     f"train: {{statement: &same [{GOOD}], question: *same}}": "alias",
     "train: [1, 2]": "holds no forms of look-ups",
     "- train": "holds no forms of look-ups",

@@ -30,6 +30,10 @@ def masks() -> dict[str, torch.Tensor | None]:
         "drawn": (drawn & causal) | (key == query),
         "causal": causal,
         "none": None,
+        "added to the logits": torch.zeros(2, 1, LENGTH, LENGTH, dtype=torch.float64).masked_fill(
+            ~causal, -9.0
+        ),
+        "without a row for each query": key.expand(2, 1, 1, -1) < 9,
     }
 
 

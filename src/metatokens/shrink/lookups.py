@@ -90,7 +90,7 @@ def read_forms(file: Path | None = None) -> Forms:
     trained = {(form.state, form.ask) for form in together["train"]}
     for form in together["test"]:
         if (form.state, form.ask) in trained:
-            raise UserError(f"{file} tests the form {form.ask!r}, which is trained.")
+            raise UserError(f"with {file} the form {form.ask!r} is trained and tested.")
     return together
 
 

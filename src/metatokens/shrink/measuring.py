@@ -39,7 +39,7 @@ class Tests:
     Attributes:
         asked: texts with questions, by length; None: a user's own.
         excerpts: held-out prose, (tokens,) each.
-        replies: of the base, to held-out requests in a chat.
+        replies: of the base, to requests about held-out texts in a chat.
     """
 
     asked: Mapping[int | None, Sequence[Asked]]
@@ -62,31 +62,29 @@ def draw_tests(
 
     Args:
         lookups: of the test split and its forms.
-        trained: forms that are trained.
+        trained: forms that are trained; one of each kind is tested.
         texts: by length, the number of texts of each kind. The facts of a text have one form.
         beyond: by length, tokens between each fact and the end of the text at least.
         user_questions: a user's held-out questions.
         excerpts: of prose.
         excerpt_length: tokens.
-        replies: of the base, to held-out requests.
+        replies: of the base, to requests about held-out texts.
     """
     groups = [
         (kind, [form for form in lookups.forms if form.kind == kind], False) for kind in KINDS
     ]
-    groups.append((TRAINED, list(trained), False))
+    groups.append((TRAINED, _one_of_each_kind(trained), False))
     if lookups.turns is not None:
         groups.append((CHAT, [form for form in lookups.forms if form.kind == ASKED_IN_CHAT], True))
     asked: dict[int | None, list[Asked]] = {None: list(user_questions)} if user_questions else {}
     for length, count in texts.items():
         asked[length] = []
         for (group, (kind, forms, is_chat)), number in product(enumerate(groups), range(count)):
-            # The same forms at each length, of several kinds if there are several.
-            order = np.random.default_rng([SEED, group]).permutation(len(forms))
             drawn = lookups.draw(
                 np.random.default_rng([SEED, length, group, number]),
                 length=length - ROOM,
                 beyond=beyond[length],
-                forms=[forms[order[number % len(forms)]]],
+                forms=[forms[number % len(forms)]],
                 facts=FACTS,
                 chat=is_chat,
                 passage=kind == KINDS[0],
@@ -98,6 +96,15 @@ def draw_tests(
     beginning = lookups.beginning
     prose = lookups.prose.excerpts(excerpts, excerpt_length - len(beginning))
     return Tests(asked, [[*beginning, *excerpt] for excerpt in prose], replies)
+
+
+def _one_of_each_kind(forms: Sequence[Form]) -> list[Form]:
+    generator = np.random.default_rng(SEED)
+    drawn = []
+    for kind in KINDS:
+        of_kind = [form for form in forms if form.kind == kind]
+        drawn.append(of_kind[generator.integers(len(of_kind))])
+    return drawn
 
 
 class Measuring:

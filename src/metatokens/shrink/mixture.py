@@ -96,7 +96,7 @@ class Mixture:
         rows: list[Row] = []
         longest = 0
         for record in islice(cycle(by_length), number, None):
-            longest = max(longest, len(record.input_ids))
+            longest = max(longest, _padded(len(record.input_ids)))
             if rows and (len(rows) + 1) * longest > self.tokens:
                 break
             ids = list(record.input_ids)
@@ -143,11 +143,15 @@ def scored_row(asked: Asked) -> Row:
 
 def _batch(rows: Sequence[Row]) -> dict[str, Tensor]:
     """Rows padded on the right, where causal attention needs no mask, to a multiple of LENGTHS_APART."""
-    longest = max(len(ids) for ids, _ in rows)
-    padded = math.ceil(longest / LENGTHS_APART) * LENGTHS_APART
-    input_ids = torch.zeros(len(rows), padded, dtype=torch.int64)
-    labels = torch.full((len(rows), padded), IGNORED_LABEL)
+    length = _padded(max(len(ids) for ids, _ in rows))
+    input_ids = torch.zeros(len(rows), length, dtype=torch.int64)
+    labels = torch.full((len(rows), length), IGNORED_LABEL)
     for row, (ids, scored) in enumerate(rows):
         input_ids[row, : len(ids)] = torch.tensor(ids)
         labels[row, scored] = input_ids[row, scored]
     return {"input_ids": input_ids, "labels": labels}
+
+
+def _padded(length: int) -> int:
+    """The next multiple of LENGTHS_APART."""
+    return math.ceil(length / LENGTHS_APART) * LENGTHS_APART

@@ -50,9 +50,6 @@ from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import Progress, train, unwatched
 
 SINKS = 4  # the first positions, which every block keeps
-FULL_BLOCKS_SHARE = (
-    0.75  # of what is kept of a text: full blocks find things, and a window only speaks well
-)
 FEWEST = 8  # positions of a window
 MARGIN = 8  # tokens at least between a window and what has to be found
 UNLIMITED = 1_000_000  # tokens, for a model without a limit
@@ -259,7 +256,7 @@ class _Run:
                     model,
                     self.lookups[split],
                     count,
-                    lengths=(self.beyond, self.longest // 2),
+                    lengths=(self.beyond, max(self.beyond, self.longest // 2)),
                     about_texts=about_texts[split],
                     seed=seed,
                 )
@@ -303,7 +300,8 @@ class _Run:
             return len(cache.full_layers)
         if cache.full_blocks is not None:
             return cache.full_blocks
-        return max(1, round(FULL_BLOCKS_SHARE * self.blocks * cache.keep))
+        # Full blocks find things. A window speaks well, and needs a fifth at least.
+        return max(1, int(self.blocks * cache.keep * 4 // 5))
 
     def block_losses(self, watch: Watch) -> list[BlockLoss]:
         """What answers cost if a block forgets."""

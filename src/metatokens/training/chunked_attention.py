@@ -26,21 +26,26 @@ def chunked_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The same as transformers' `sdpa`.
+    """The same as transformers' `sdpa`; by chunks if the mask is one of bool that has a row for each query.
 
     Args:
         module: with the settings of attention.
         query: (batch, heads, length, head size).
         key: (batch, key heads, keys, head size).
         value: of the same shape as `key`.
-        attention_mask: (batch, 1 or heads, length, keys) bool; None: every earlier key is seen.
+        attention_mask: as `sdpa` takes it.
         kwargs: further arguments of `sdpa`.
 
     Returns:
         The output, (batch, length, heads, head size), and no weights.
     """
-    if attention_mask is None:
-        return sdpa_attention_forward(module, query, key, value, None, **kwargs)
+    if (
+        attention_mask is None
+        or attention_mask.dtype != torch.bool
+        or attention_mask.shape[2] != query.shape[2]
+        or "position_bias" in kwargs
+    ):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     outputs = []
     for start in range(0, query.shape[2], CHUNK):
         queries = query[:, :, start : start + CHUNK]
@@ -59,12 +64,14 @@ AttentionMaskInterface.register(_NAME, sdpa_mask)
 
 @contextmanager
 def attention_by_chunks(model: Any) -> Iterator[None]:
-    """Have a model that uses `sdpa` use `chunked_attention`; others stay as they are."""
-    is_replaced = model.config._attn_implementation == "sdpa"
+    """Have a model whose text is read with `sdpa` use `chunked_attention`; others stay as they are."""
+    # Not by `set_attn_implementation`, which changes a model's encoders of images too.
+    config = model.config.get_text_config()
+    is_replaced = config._attn_implementation == "sdpa"
     if is_replaced:
-        model.set_attn_implementation(_NAME)
+        config._attn_implementation = _NAME
     try:
         yield
     finally:
         if is_replaced:
-            model.set_attn_implementation("sdpa")
+            config._attn_implementation = "sdpa"
