@@ -50,3 +50,23 @@ def test_freed_memory_is_handed_out_again(program):
 )
 def test_settings_of_the_user_hold(variable, value):
     assert faults(KEEP, **{variable: value}) > 1000
+
+
+FRAGMENTED = """
+def resident():
+    return int(open("/proc/self/statm").read().split()[1])
+blocks = [bytearray(b"x") * 2**20 for _ in range(200)]
+del blocks[::2]
+before = resident()
+return_freed_memory()
+print(resident() - before)
+"""
+
+
+def test_a_fragmented_heap_is_given_back():
+    program = f"{KEEP}\nfrom metatokens.machine import return_freed_memory\n{FRAGMENTED}"
+    printed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    pages = 2**20 // os.sysconf("SC_PAGE_SIZE")  # of a block
+    assert int(printed) < -90 * pages

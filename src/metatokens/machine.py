@@ -30,6 +30,15 @@ def keep_freed_memory() -> None:
             mallopt(option, value)
 
 
+def return_freed_memory() -> None:
+    """Give the kernel the free pages of glibc's heap, which fragments if tensors have ever other sizes."""
+    malloc_trim = (
+        getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    )
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
 def available_cores() -> int:
     """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,6 +1,5 @@
 """What a model is trained on: rows whose answers count, or whose every token does."""
 
-import math
 from itertools import groupby
 
 import numpy as np
@@ -124,16 +123,11 @@ def test_a_batch_has_records_that_follow_one_another_in_length(make):
         if lengths[0] in in_order and (batch["input_ids"][0] == lengths[0]).sum() == lengths[0]:
             start = in_order.index(lengths[0])
             assert lengths == (in_order[start:] + in_order)[: len(lengths)]
-            assert len(lengths) * padded(max(lengths)) <= TOKENS
+            assert len(lengths) * max(lengths) <= TOKENS
             following = in_order[(start + len(lengths)) % len(in_order)]
-            assert (len(lengths) + 1) * padded(max(*lengths, following)) > TOKENS
+            assert (len(lengths) + 1) * max(*lengths, following) > TOKENS
             batches += 1
     assert batches
-
-
-def padded(length):
-    """The length of a batch of so long rows."""
-    return 64 * math.ceil(length / 64)
 
 
 @pytest.mark.parametrize("records", ["user_records", "replies"])
@@ -142,9 +136,8 @@ def test_records_occur(records, make):
     for batch in make(**{records: [RECORD]}, steps=60):
         ids, labels = batch["input_ids"], batch["labels"]
         if ids[0, : len(RECORD.input_ids)].tolist() == RECORD.input_ids:
-            assert {*map(tuple, ids.tolist())} == {(11, 12, 13, 14, 15, *[0] * 59)}
-            padded = [*[IGNORED_LABEL] * 3, 14, 15, 0, *[IGNORED_LABEL] * 58]
-            assert {*map(tuple, labels.tolist())} == {tuple(padded)}
+            assert {*map(tuple, ids.tolist())} == {(11, 12, 13, 14, 15, 0)}
+            assert {*map(tuple, labels.tolist())} == {(*[IGNORED_LABEL] * 3, 14, 15, 0)}
             of_records.append(len(ids))
     assert 3 <= len(of_records) <= 18  # a quarter or a fifth of 40 batches is expected
-    assert set(of_records) == {TOKENS // 64}  # rows are padded to 64 tokens
+    assert set(of_records) == {TOKENS // len(RECORD.input_ids)}

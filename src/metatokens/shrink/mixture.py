@@ -1,6 +1,5 @@
 """What a model is trained on: prose, look-ups of all forms and lengths, its own replies, and a user's questions."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -20,7 +19,6 @@ MOST_FORMS = 4  # of the facts of a text: so several facts have one form, and on
 CHAT_SHARE = 0.25  # of the texts with look-ups, if the model has a chat template
 REPLY_SHARE = 0.2  # of the steps without prose, if there are replies
 USER_SHARE = 0.25  # of the other steps, if the user gives questions
-LENGTHS_APART = 64  # tokens between the lengths of batches: memory fragments if each step has tensors of other sizes
 
 Row = tuple[list[int], list[int]]  # the ids of a text, and the indices of those that count
 
@@ -96,7 +94,7 @@ class Mixture:
         rows: list[Row] = []
         longest = 0
         for record in islice(cycle(by_length), number, None):
-            longest = max(longest, _padded(len(record.input_ids)))
+            longest = max(longest, len(record.input_ids))
             if rows and (len(rows) + 1) * longest > self.tokens:
                 break
             ids = list(record.input_ids)
@@ -142,16 +140,11 @@ def scored_row(asked: Asked) -> Row:
 
 
 def _batch(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """Rows padded on the right, where causal attention needs no mask, to a multiple of LENGTHS_APART."""
-    length = _padded(max(len(ids) for ids, _ in rows))
+    """Rows padded on the right, where causal attention needs no mask."""
+    length = max(len(ids) for ids, _ in rows)
     input_ids = torch.zeros(len(rows), length, dtype=torch.int64)
     labels = torch.full((len(rows), length), IGNORED_LABEL)
     for row, (ids, scored) in enumerate(rows):
         input_ids[row, : len(ids)] = torch.tensor(ids)
         labels[row, scored] = input_ids[row, scored]
     return {"input_ids": input_ids, "labels": labels}
-
-
-def _padded(length: int) -> int:
-    """The next multiple of LENGTHS_APART."""
-    return math.ceil(length / LENGTHS_APART) * LENGTHS_APART

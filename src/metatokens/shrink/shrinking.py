@@ -23,7 +23,7 @@ from metatokens.data.landmarks import Landmarks
 from metatokens.decoder import own_blocks
 from metatokens.errors import UserError
 from metatokens.files import file_sha256, write_whole
-from metatokens.machine import has_fast_bfloat16
+from metatokens.machine import has_fast_bfloat16, return_freed_memory
 from metatokens.model.positions import reaches
 from metatokens.recipe import WITHOUT_EFFECT, ShrinkRecipe
 from metatokens.records import Result, read_lines, stamped
@@ -47,10 +47,11 @@ from metatokens.shrink.replies import draw_replies
 from metatokens.shrink.texts import HELD_OUT_EVERY, UserText
 from metatokens.tasks.example import Encoded, read_examples
 from metatokens.training.run_folder import open_run
-from metatokens.training.trainer import Progress, train, unwatched
+from metatokens.training.trainer import Figures, Progress, train, unwatched
 
 SINKS = 4  # the first positions, which every block keeps
 FEWEST = 8  # positions of a window
+RETURN_MEMORY_EVERY = 10  # steps of a training
 MARGIN = 8  # tokens at least between a window and what has to be found
 UNLIMITED = 1_000_000  # tokens, for a model without a limit
 WINDOW_TO_CHOOSE_BY, FACTS_TO_CHOOSE_BY = 64, 12  # of a block that forgets, and in a text
@@ -348,7 +349,13 @@ class _Run:
             landmarks=self.landmarks,
         )
         set_seed(settings.seed)
-        with watch(f"train: {arm.name}") as progress:
+        with watch(f"train: {arm.name}") as report:
+
+            def progress(done: int, total: int, figures: Figures) -> None:
+                if done % RETURN_MEMORY_EVERY == 0:
+                    return_freed_memory()  # batches have ever other lengths
+                report(done, total, figures)
+
             train(
                 self._base(),
                 mixture,
