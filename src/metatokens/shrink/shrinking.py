@@ -51,7 +51,6 @@ from metatokens.training.trainer import Figures, Progress, train, unwatched
 
 SINKS = 4  # the first positions, which every block keeps
 FEWEST = 8  # positions of a window
-RETURN_MEMORY_EVERY = 10  # steps of a training
 MARGIN = 8  # tokens at least between a window and what has to be found
 UNLIMITED = 1_000_000  # tokens, for a model without a limit
 WINDOW_TO_CHOOSE_BY, FACTS_TO_CHOOSE_BY = 64, 12  # of a block that forgets, and in a text
@@ -352,8 +351,7 @@ class _Run:
         with watch(f"train: {arm.name}") as report:
 
             def progress(done: int, total: int, figures: Figures) -> None:
-                if done % RETURN_MEMORY_EVERY == 0:
-                    return_freed_memory()  # batches have ever other lengths
+                return_freed_memory()  # batches have ever other lengths
                 report(done, total, figures)
 
             train(
