@@ -554,7 +554,7 @@ def demo_tasks() -> str:
 FIGURES = {
     function.__name__: function
     for function in (
-        answers, differences, tasks, unmarked, more_steps, cost, demo_tasks, added, long_texts,
+        answers, differences, tasks, unmarked, more_steps, long_prompts, cost, demo_tasks, added, long_texts,
         covered_recall, covered_cuts,
         full_differences, forgetting_tasks, shrunk, shrunk_by_kind, shrunk_cost,
     )
