@@ -300,7 +300,7 @@ class _Run:
             return len(cache.full_layers)
         if cache.full_blocks is not None:
             return cache.full_blocks
-        # Full blocks find things. A window speaks well, and needs a fifth at least.
+        # Full blocks look things up. The window predicts prose, and gets a fifth at least.
         return max(1, int(self.blocks * cache.keep * 4 // 5))
 
     def block_losses(self, watch: Watch) -> list[BlockLoss]:
