@@ -27,27 +27,37 @@ def read(model: Any, ids: Sequence[int]) -> Any:
 
 @torch.inference_mode()
 def answer_logits(
-    model: Any, cache: Any, question: Question, landmarks: Landmarks | None = None, start: int = 0
-) -> Tensor:
-    """The logits of an answer's tokens, (tokens, vocabulary) float32, after a text in a cache, which stays as it is.
+    model: Any,
+    cache: Any,
+    questions: Sequence[Question],
+    landmarks: Landmarks | None = None,
+    start: int = 0,
+) -> list[Tensor]:
+    """The logits of each answer's tokens, (tokens, vocabulary) float32, after a text in a cache, which stays as it is.
 
     Args:
         model: in evaluation mode.
-        cache: of the text.
-        question: about the text.
+        cache: of the text, (1, ...).
+        questions: about the text, each by itself.
         landmarks: where meta-tokens are inserted, if anywhere.
         start: tokens of the text, without meta-tokens.
     """
-    ids = question.ids if landmarks is None else landmarks.insert_into(question.ids, start)
-    asked = torch.tensor([[*ids, *question.answer[:-1]]], device=model.device)
+    rows = []
+    for question in questions:
+        ids = question.ids if landmarks is None else landmarks.insert_into(question.ids, start)
+        rows.append([*ids, *question.answer[:-1]])
+    longest = max(map(len, rows))
+    # What pads a row comes after all tokens of it.
+    padded = [row + row[-1:] * (longest - len(row)) for row in rows]
+    repeated = copy.deepcopy(cache)
+    repeated.batch_repeat_interleave(len(rows))
     output = model(
-        asked,
-        past_key_values=copy.deepcopy(cache),
-        use_cache=True,
-        logits_to_keep=len(question.answer),
+        torch.tensor(padded, device=model.device), past_key_values=repeated, use_cache=True
     )
-    logits: Tensor = output.logits[0].float()
-    return logits
+    return [
+        logits[len(row) - len(question.answer) : len(row)].float()
+        for logits, row, question in zip(output.logits, rows, questions, strict=True)
+    ]
 
 
 def is_answered(logits: Tensor, question: Question) -> bool:

@@ -59,9 +59,10 @@ def _loss(model: Any, tests: Sequence[Asked], block: int | None) -> BlockLoss:
     losses, hits = [], []
     for asked in tests:
         cache = read(model, asked.text)
-        for question in asked.questions:
-            logits = answer_logits(model, cache, question).cpu()
-            target = torch.tensor(question.answer)
+        for question, logits in zip(
+            asked.questions, answer_logits(model, cache, asked.questions), strict=True
+        ):
+            target = torch.tensor(question.answer, device=logits.device)
             losses.append(cross_entropy(logits, target, reduction="sum").item())
             hits.append(is_answered(logits, question))
     mean = round(float(np.mean(losses)), 4)

@@ -139,10 +139,10 @@ class Measuring:
             ids = self._with_landmarks(asked.text)
             rows.append(ids)
             cache = read(self.model, ids)
-            for question in asked.questions:
-                logits = answer_logits(
-                    self.model, cache, question, self.landmarks, start=len(asked.text)
-                )
+            of_questions = answer_logits(
+                self.model, cache, asked.questions, self.landmarks, start=len(asked.text)
+            )
+            for question, logits in zip(asked.questions, of_questions, strict=True):
                 hits[question.kind].append(is_answered(logits, question))
         share = measure_cache_share(self.model, rows)
         for kind, answered in hits.items():
