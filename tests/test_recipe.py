@@ -142,10 +142,8 @@ def test_an_override_may_open_a_section(tmp_path):
             "training.max_steps=many",
             "training.max_steps: Input should be a valid integer",
         ),
-        (
-            "training.text_full_layers=[0]",
-            "training.text_full_layers needs training.text_window",
-        ),
+        ("training.text_full_layers=[0]", "need training.text_window"),
+        ("training.text_full_heads=[[0,1]]", "need training.text_window"),
         (
             "training.learning_rate=1e-9",
             "training.min_learning_rate is 0.0001, above training.learning_rate (1e-09)",

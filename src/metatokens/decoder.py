@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -109,7 +109,6 @@ def measure_cache_share(
     if window is None:
         return {}
     sinks = 0 if metas_alone else config.text_sinks
-    full_layers = [] if metas_alone else config.text_full_layers or []
     lengths, held, metas = [], [], []
     for text in texts:
         ids = np.asarray(text)
@@ -119,13 +118,14 @@ def measure_cache_share(
         lengths.append(len(ids))
         held.append(int(is_held.sum()))
         metas.append(int(is_meta.sum()))
-    full_share = len(full_layers) / config.get_text_config().num_hidden_layers
     held_share = sum(held) / sum(lengths)
-    per_token, per_token_of_full, per_meta = _cache_bytes(model, has_full=bool(full_layers))
+    token = _bytes_of_a_token(model)
+    bytes_of_full = 0 if metas_alone else token.full
+    full_share = 0.0 if metas_alone else token.full_share
     size = (
-        (per_token - per_token_of_full) * sum(held)
-        + per_token_of_full * sum(lengths)
-        + per_meta * sum(metas)
+        (token.all - bytes_of_full) * sum(held)
+        + bytes_of_full * sum(lengths)
+        + token.meta_besides * sum(metas)
     )
     return {
         "text_window": window or None,
@@ -134,17 +134,42 @@ def measure_cache_share(
     }
 
 
-def _cache_bytes(model: Any, *, has_full: bool) -> tuple[int, int, int]:
-    """The bytes that a cache takes for a token in all layers and in the full ones, and for a meta-token besides."""
+class _TokenBytes(NamedTuple):
+    """The bytes that a cache takes for a token.
+
+    Attributes:
+        all: in all of its layers.
+        full: of blocks and heads that keep all text, and of the notes on these.
+        full_share: the share of the keys and values that such blocks and heads have.
+        meta_besides: what a meta-token takes besides.
+    """
+
+    all: int
+    full: int
+    full_share: float
+    meta_besides: int
+
+
+def _bytes_of_a_token(model: Any) -> _TokenBytes:
     one_meta_token = torch.tensor([[model.config.meta_token_id]], device=model.device)
     cache = model.eval()(one_meta_token, use_cache=True)[CACHE]
-    per_layer = [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
-    of_full = sum(per_layer[layer] for layer in cache.full_layers) if has_full else 0
-    of_metas = 0
+    of_layers = {
+        number: layer.keys.nbytes + layer.values.nbytes for number, layer in enumerate(cache.layers)
+    }
+    full = {number: of_layers[number] for number in getattr(cache, "full_layers", ())}
+    notes = getattr(cache, "layers_of_notes", range(0))
+    full_keys_and_values = sum(size for number, size in full.items() if number not in notes)
+    keys_and_values = sum(size for number, size in of_layers.items() if number not in notes)
+    meta_besides = 0
     for layer in cache.layers:
-        keys_and_values = (getattr(layer, "second", None) or ())[:2]
-        of_metas += sum(tensor.nbytes for tensor in keys_and_values)
-    return sum(per_layer), of_full, of_metas
+        second_keys_and_values = (getattr(layer, "second", None) or ())[:2]
+        meta_besides += sum(tensor.nbytes for tensor in second_keys_and_values)
+    return _TokenBytes(
+        all=sum(of_layers.values()),
+        full=sum(full.values()),
+        full_share=full_keys_and_values / keys_and_values,
+        meta_besides=meta_besides,
+    )
 
 
 def left_padded(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:

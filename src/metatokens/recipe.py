@@ -137,15 +137,18 @@ class TrainingSettings(TrainerSettings):
     # Half of the training sequences have one jump in their positions, which all stay below this; None: no jumps. Stages
     # have none.
     position_jumps: Annotated[int, Field(gt=0, le=2**20)] | None = None
-    # The arguments of `set_text_window`: the window, and the layers that see everything. None: as before.
+    # The arguments of `set_text_window`: the window, and the layers and heads that see everything. None: as before.
     text_window: Positive | None = None
     text_full_layers: list[AtLeastZero] | None = None
+    text_full_heads: list[tuple[AtLeastZero, AtLeastZero]] | None = None
 
     @model_validator(mode="after")
     def _fit_each_other(self) -> "TrainingSettings":
-        if self.text_full_layers is not None and self.text_window is None:
+        keeps_text = self.text_full_layers is not None or self.text_full_heads is not None
+        if keeps_text and self.text_window is None:
             raise ValueError(
-                "training.text_full_layers needs training.text_window: without one the model sees all text"
+                "training.text_full_layers and text_full_heads need training.text_window: without one the model sees "
+                "all text"
             )
         if self.decay_steps is not None and self.decay_steps < self.max_steps:
             raise ValueError(
@@ -306,9 +309,10 @@ class CacheSettings(_Settings):
         0.125  # the share of the keys and values of a text of this length
     )
     length: Positive = 4096  # tokens, at most the model's limit
-    # The blocks that keep everything. None: those that need it most, which take four fifths of the share at most.
-    full_layers: list[AtLeastZero] | None = None
-    full_blocks: AtLeastZero | None = None  # how many to choose, in place of that number
+    # The key-value heads that keep everything: pairs of a block and a head. None: those that need it most, which take
+    # four fifths of the share at most.
+    full_heads: list[tuple[AtLeastZero, AtLeastZero]] | None = None
+    number_of_full_heads: AtLeastZero | None = None  # to choose, in place of that number
     # Where meta-tokens are inserted, which are kept too; a rule for landmarks, see `Landmarks`.
     landmarks: Annotated[str, AfterValidator(landmark_rule)] | None = None
 

@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from collections import Counter
 from contextlib import contextmanager
+from itertools import product
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from transformers import (
 
 from metatokens.recipe import ShrinkRecipe, load_recipe
 from metatokens.shrink import shrinking
-from tests.shrink.small import BLOCKS, LONGEST, write_documents
+from tests.shrink.small import BLOCKS, HEAD_SIZE, KEY_HEADS, LONGEST, write_documents
 
 RECIPE = f"""
 cache: {{length: 128}}
@@ -31,13 +33,13 @@ STEPS = (
     "train",
     "Measuring",
     "costs",
-    "losses_of_blocks",
+    "losses_of_heads",
     "draw_replies",
 )  # of a run, by their names
 WINDOW, WINDOW_ALONE = (
     28,
     60,
-)  # of half of 128 tokens, besides 4 sinks, with a full block of 3 or none
+)  # of half of 128 tokens, besides 4 sinks, with 2 full heads of 6 or none
 NEW_KINDS = ("statement", "question", "keys", "several", "chat")
 WEIGHTS = "model/model.safetensors"
 QUESTION = {"prompt": "The word is bird. What is the word?", "completion": " bird"}
@@ -107,14 +109,17 @@ def figures_of(out, name="shrunk"):
 
 
 def window_of(folder):
-    """The window and the full layers in a model's configuration."""
+    """The window and the full heads in a model's configuration, those of full blocks among them."""
     fields = json.loads((folder / "config.json").read_text())["meta_attention"]
-    return fields["text_window"], fields["text_full_layers"]
+    of_blocks = product(fields["text_full_layers"] or (), range(KEY_HEADS))
+    return fields["text_window"], sorted(
+        map(list, [*of_blocks, *(fields["text_full_heads"] or ())])
+    )
 
 
 def test_a_run_leaves_a_model_that_forgets(finished):
-    losses = json.loads((finished / "blocks.json").read_text())
-    full_layer = max(losses[1:], key=lambda loss: loss["loss"])["block"]  # the first is of none
+    losses = json.loads((finished / "heads.json").read_text())[1:]  # the first is of none
+    full_heads = [loss["head"] for loss in sorted(losses, key=lambda loss: loss["loss"])[-2:]]
     model = AutoModelForCausalLM.from_pretrained(finished / "model")
     ids = torch.arange(200)[None]
 
@@ -122,11 +127,16 @@ def test_a_run_leaves_a_model_that_forgets(finished):
         ids, max_new_tokens=5, eos_token_id=None, do_sample=False, return_dict_in_generate=True
     )
 
-    assert (model.config.text_window, model.config.text_full_layers) == (WINDOW, [full_layer])
+    assert window_of(finished / "model") == (WINDOW, sorted(full_heads))
     assert output.sequences.shape[1] == 205
-    entries = [layer.keys.shape[2] for layer in output.past_key_values.layers[:BLOCKS]]
-    assert entries.pop(full_layer) == 204
-    assert max(entries) < 2 * WINDOW
+    held = Counter()
+    for layer in output.past_key_values.layers:
+        _, heads, entries, size = layer.keys.shape
+        if size == HEAD_SIZE:  # of notes it is 1
+            held[entries] += heads
+    assert held.pop(204) == 2
+    assert sum(held.values()) == BLOCKS * KEY_HEADS - 2
+    assert max(held) < 2 * WINDOW
 
 
 def test_the_page_has_the_figures_of_the_results(finished):
@@ -164,8 +174,8 @@ def test_controls_are_added_to_a_run(copy, line, metatokens, contents):
     succeed(metatokens, f"{line} --controls --out {copy}")
     after = contents(copy)
     assert {name for name in before if after[name] != before[name]} == {"page.html"}
-    assert window_of(copy / "controls/full") == (None, None)
-    assert window_of(copy / "controls/window") == (WINDOW_ALONE, None)
+    assert window_of(copy / "controls/full") == (None, [])
+    assert window_of(copy / "controls/window") == (WINDOW_ALONE, [])
     page = after["page.html"].decode()
     assert "a window alone, trained alike" in page
     assert "full cache, trained alike: " in page
@@ -202,7 +212,7 @@ def test_a_run_that_is_interrupted_in_each_step_goes_on(finished, call, tmp_path
     call(out, watch=interrupt_once)
 
     assert {
-        "choose blocks",
+        "choose heads",
         "ask the base: train",
         "train: shrunk",
         "memory and speed",
@@ -217,16 +227,16 @@ def test_options_reach_the_run(line, tmp_path, metatokens):
     questions.write_text(f"{json.dumps(QUESTION)}\n" * 23)
     inputs = f"--forms {forms} --questions {questions}"
 
-    succeed(metatokens, f"{line} --out {out} --full-layers 2 --landmarks sentence {inputs}")
+    succeed(metatokens, f"{line} --out {out} --full-heads 2.1,0.0 --landmarks sentence {inputs}")
 
-    assert not (out / "blocks.json").exists()
-    assert window_of(out / "model") == (WINDOW, [2])
+    assert not (out / "heads.json").exists()
+    assert window_of(out / "model") == (WINDOW, [[0, 0], [2, 1]])
     assert " {name}!" in (out / "settings.json").read_text()
     figures = figures_of(out)
     prose = next(line for line in figures if line.get("text") == "excerpt 0")
     assert [line["n"] for line in figures if line.get("task") == "own"] == [2]  # every tenth
     assert "Your own 2 held-out questions" in (out / "page.html").read_text()
-    without_landmarks = (1 + (BLOCKS - 1) * (WINDOW + 4) / 256) / BLOCKS
+    without_landmarks = (1 + 2 * (WINDOW + 4) / 256) / 3
     assert prose["kv_kept"] > without_landmarks + 0.005
 
 
@@ -245,8 +255,8 @@ def test_positions_that_a_model_lacks_are_not_measured(base, line, tmp_path, met
 
 
 @pytest.mark.usefixtures("no_step")
-def test_full_blocks_leave_room_for_a_window(line, tmp_path, metatokens):
-    for keep in ("0.4", "1/2", "2/3", "0.9"):  # of 3 blocks
+def test_full_heads_leave_room_for_a_window(line, tmp_path, metatokens):
+    for keep in ("0.4", "1/2", "2/3", "0.9"):  # of 6 heads
         with pytest.raises(TypeError, match="'NoneType' object is not callable"):  # the first step
             metatokens(f"{line} --keep {keep} --out {tmp_path}/{keep.replace('/', '-')}")
 
@@ -257,12 +267,13 @@ MISTAKES = {
     "--keep x": "--keep 'x' is no share: give one such as 1/8 or 0.125",
     "--keep 1/0": "--keep '1/0' is no share",
     "--keep nan": "cache.keep: Input should be",
-    "--keep 1/8": "has no room for a window next to 1 full blocks of 3",
-    "--full-layers 0,1,2": "has no room for a window next to 3 full blocks of 3",
-    "--set cache.full_blocks=9": "has no room for a window next to 9 full blocks of 3",
-    "--full-layers 3": "text_full_layers is [3]; give a list of some of 0 to 2",
-    "--full-layers 1,1": "text_full_layers is [1, 1]; give a list of some of 0 to 2",
-    "--full-layers x": "full-layers 'x' must be numbers of at least 0",
+    "--keep 1/8": "has no room for a window if 1 of 6 heads are full",
+    "--full-heads 0.0,1.0,2.1": "has no room for a window if 3 of 6 heads are full",
+    "--set cache.number_of_full_heads=9": "has no room for a window if 9 of 6 heads are full",
+    "--full-heads 3.0": "text_full_heads is [[3, 0]]; give pairs of a block, 0 to 2",
+    "--full-heads 1.2": "text_full_heads has head 2 of block 1, which has 2 key-value heads",
+    "--full-heads 1.1,1.1": "one of its heads, ascending",
+    "--full-heads 18": "--full-heads '18' names no heads: give some such as 18.2,23.0",
     "--landmarks page": "'page' is no rule for landmarks",
     "--set training.per_device_train_batch_size=2": "mixture.tokens decides the size of a batch",
     "--set training.gradient_accumulation_steps=2": "mixture.tokens decides the size of a batch",

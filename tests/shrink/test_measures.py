@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from metatokens.records import pack_hits
 from metatokens.retrofit.text_window import apply_text_window, text_window_of
 from metatokens.shrink import measuring
 from metatokens.shrink.answering import AT_ONCE, answer_logits, read
-from metatokens.shrink.choosing import BlockLoss, losses_of_blocks, most_needed
+from metatokens.shrink.choosing import HeadLoss, losses_of_heads, most_needed
 from metatokens.shrink.cost import NEW, costs
 from metatokens.shrink.shrinking import SINKS
 from metatokens.tasks.example import Encoded
@@ -174,32 +175,33 @@ def mean_loss(model, tests):
     return sum(losses) / len(losses)
 
 
-def test_the_loss_of_each_block_is_that_of_a_pass_with_a_window(model, lookups):
+def test_the_loss_of_each_head_is_that_of_a_pass_with_a_window(model, lookups):
     tests = [drawn(lookups, seed, length=260) for seed in range(2)]
-    expected = [mean_loss(model, tests)]
-    for others in ([1, 2], [0, 2], [0, 1]):
-        apply_text_window(model, WINDOW, full_layers=others)
-        expected.append(mean_loss(model, tests))
+    heads = list(product(range(BLOCKS), range(KEY_HEADS)))
+    expected = {None: mean_loss(model, tests)}
+    for head in heads:
+        others = [other for other in heads if other != head]
+        apply_text_window(model, WINDOW, full_layers=[], full_heads=others)
+        expected[head] = mean_loss(model, tests)
     apply_text_window(model, None)
     seen = []
 
-    losses = losses_of_blocks(model, tests, WINDOW, lambda *done: seen.append(done))
+    losses = losses_of_heads(model, heads, tests, WINDOW, lambda *done: seen.append(done))
 
-    assert [(loss.block, loss.n) for loss in losses] == [(None, 6), (0, 6), (1, 6), (2, 6)]
-    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    assert [loss.loss for loss in losses] == pytest.approx(expected, abs=1e-4)
-    assert len(set(expected)) == 4  # each block matters
-    assert mean_loss(model, tests) == expected[0]  # the model has the full cache again
+    assert [(loss.head, loss.n) for loss in losses] == [(head, 6) for head in expected]
+    assert seen == [(done, 7) for done in range(1, 8)]
+    assert [loss.loss for loss in losses] == pytest.approx([*expected.values()], abs=1e-4)
+    assert len({*expected.values()}) == 7  # each head matters
+    assert mean_loss(model, tests) == expected[None]  # the model has the full cache again
 
 
-def test_the_blocks_that_cost_most_are_needed_most():
-    costs_of_blocks = {None: 9.0, 0: 2.0, 1: 5.0, 2: 1.0, 3: 4.0}
+def test_the_heads_that_cost_most_are_needed_most():
+    costs_of_heads = {None: 9.0, (0, 1): 2.0, (3, 0): 5.0, (2, 0): 1.0, (0, 2): 4.0}
     losses = [
-        BlockLoss(block=block, loss=loss, answered=0, n=1)
-        for block, loss in costs_of_blocks.items()
+        HeadLoss(head=head, loss=loss, answered=0, n=1) for head, loss in costs_of_heads.items()
     ]
     assert most_needed(losses, 0) == []
-    assert most_needed(losses, 3) == [0, 1, 3]
+    assert most_needed(losses, 3) == [(0, 1), (0, 2), (3, 0)]
 
 
 def test_the_bytes_of_a_cache(model, text):
@@ -212,7 +214,11 @@ def test_the_bytes_of_a_cache(model, text):
 
     assert text_window_of(model.config) == before
     assert (full.cache, full.length, full.cache_bytes) == ("full", 300, BLOCKS * of_full_block)
-    of_window = (small.cache_bytes - of_full_block) / (BLOCKS - 1) / per_position
+    note = (
+        16  # bytes: two numbers about an entry, in the blocks that forget and in those that do not
+    )
+    of_others = small.cache_bytes - of_full_block - note * (300 + NEW)
+    of_window = of_others / ((BLOCKS - 1) * per_position + note)
     assert (small.cache, small.length) == ("shrunk", 300)
     # Besides what the next token sees, a cache holds up to 16 entries that it will drop together.
     assert SINKS + WINDOW - 1 <= of_window <= SINKS + WINDOW + 16

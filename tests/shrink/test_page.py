@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from metatokens.records import Result, pack_hits
-from metatokens.shrink.choosing import BlockLoss
+from metatokens.shrink.choosing import HeadLoss
 from metatokens.shrink.cost import Cost
 from metatokens.shrink.page import Findings, write_page
 
@@ -69,11 +69,11 @@ def write(tmp_path):
                 if result.text is None or int(result.text[-1]) < texts_of_prose
             ],
             losses=[
-                BlockLoss(block=None, loss=1.5, answered=3, n=4),
-                BlockLoss(block=2, loss=7.25, answered=1, n=4),
+                HeadLoss(head=None, loss=1.5, answered=3, n=4),
+                HeadLoss(head=(2, 1), loss=7.25, answered=1, n=4),
             ],
             costs=[cost],
-            cache={"window": 9, "full_layers": [2], "landmarks": landmarks},
+            cache={"window": 9, "full_heads": [(2, 1)], "landmarks": landmarks},
             out=tmp_path,
             base="a <b> & c",
             length=200,
@@ -130,7 +130,7 @@ def test_the_tables_show_the_results(write):
         shrunk += [mean, f"{middle:+.3f} ({middle - error:+.3f} to {middle + error:+.3f})"]
     assert shrunk in cells
     assert ["4,096", "full", "12.3", "1234", "5.7"] in cells
-    assert ["2", "7.25", "1 of 4"] in cells
+    assert ["2.1", "7.25", "1 of 4"] in cells
     assert ["none", "1.50", "3 of 4"] in cells
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from metatokens.training import chunked_attention
+from metatokens.model import chunked_attention
 from metatokens.training.pretrain import pretrain
 from tests.numbers import rounding_bound
 from tests.training.conftest import Pretraining

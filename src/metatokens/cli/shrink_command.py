@@ -1,5 +1,6 @@
 """The command that makes the cache of a pretrained model smaller."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -27,11 +28,12 @@ def shrink(
             metavar="SHARE", help="Of keys and values, such as 1/8 or 0.125; default 1/8."
         ),
     ] = None,
-    full_layers: Annotated[
+    full_heads: Annotated[
         str | None,
         typer.Option(
-            metavar="N,...",
-            help="Blocks that keep all text, from 0; by default chosen by measuring.",
+            metavar="B.H,...",
+            help="Key-value heads that keep all text, such as 18.2 for head 2 of block 18, both from 0; by default "
+            "chosen by measuring.",
         ),
     ] = None,
     questions: Annotated[
@@ -57,7 +59,7 @@ def shrink(
 ) -> None:
     """Make the cache of a pretrained model smaller.
 
-    Some blocks keep all text, the others forget it. The command chooses these blocks by measuring, trains the model on
+    Some key-value heads keep all text, the others forget it. The command chooses them by measuring, trains the model on
     prose and look-ups made from your text, tests it on held-out text, and writes a page. An interrupted run resumes
     when the command is repeated.
     """
@@ -66,9 +68,8 @@ def shrink(
     changes = list(overrides or ())
     if keep is not None:
         changes.append(f"cache.keep={_share(keep)}")
-    if full_layers is not None:
-        layers = options.parse_numbers("full-layers", full_layers, smallest=0)
-        changes.append(f"cache.full_layers={layers}")
+    if full_heads is not None:
+        changes.append(f"cache.full_heads={_heads(full_heads)}")
     if landmarks is not None:
         changes.append(f"cache.landmarks={landmarks}")
     settings = load_recipe(ShrinkRecipe, recipe, changes)
@@ -86,6 +87,13 @@ def shrink(
     say(findings.summary)
     say(f"model: {out / 'model'}")
     say(f"page: {out / PAGE}")
+
+
+def _heads(names: str) -> list[list[int]]:
+    """Heads, each given as its block and its number there."""
+    if not re.fullmatch(r"\d+\.\d+(,\d+\.\d+)*", names, re.ASCII):
+        raise UserError(f"--full-heads {names!r} names no heads: give some such as 18.2,23.0.")
+    return sorted([int(number) for number in name.split(".")] for name in names.split(","))
 
 
 def _share(keep: str) -> float:

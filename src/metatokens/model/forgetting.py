@@ -2,7 +2,7 @@
 
 A query sees itself and earlier keys: a key that is a meta-token, a key whose position is below `text_sinks`, and a key
 that is fewer than `text_window` positions back. In the blocks `text_full_layers`, counted from 0, it sees all earlier
-keys, and the cache drops nothing.
+keys, and the cache drops nothing. The same holds for the key-value heads `text_full_heads` of other blocks.
 
 So a key is seen from its own position to that of its last reader. These two positions are all that a mask needs, and
 all that a cache has to keep about each entry (`KeyNotes`).
@@ -17,7 +17,12 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 
 from metatokens.errors import UserError
-from metatokens.model.forgetting_cache import KeyNotes, last_position_noted, make_forgetting
+from metatokens.model.forgetting_cache import (
+    KeyNotes,
+    full_heads_by_block,
+    last_position_noted,
+    make_forgetting,
+)
 
 FOREVER = torch.iinfo(torch.int64).max
 
@@ -29,7 +34,7 @@ class ForgettingRule:
     Attributes:
         positions: (batch or 1, length) int64, those of the queries.
         keys: the keys, cached ones first: where they are, and until where they are seen.
-        full: the rule of the blocks that see all text; None if there are none.
+        full: the rule of the blocks and heads that see all text; None if there are none.
     """
 
     positions: Tensor
@@ -50,7 +55,7 @@ class ForgettingRule:
         """The rule for new tokens. A cache, if given, notes them, and forgets text from now on.
 
         Args:
-            config: the model's, with `text_window`, `text_sinks` and `text_full_layers`.
+            config: the model's, with `text_window`, `text_sinks`, `text_full_layers` and `text_full_heads`.
             positions: (batch or 1, length) int64.
             is_meta: (batch, length) bool.
             is_real: (batch, length) bool, False at padding.
@@ -68,7 +73,7 @@ class ForgettingRule:
         last_readers = [torch.where(is_remembered, FOREVER, positions + config.text_window - 1)]
         if (are_chosen or cache is not None) and not torch.compiler.is_compiling():
             _check_order(positions, is_real, cache)
-        if config.text_full_layers:
+        if config.text_full_layers or full_heads_by_block(config):
             last_readers.append(torch.full_like(last_readers[0], FOREVER))
         key_positions = positions.expand_as(is_real)
         notes = [KeyNotes(key_positions, last.masked_fill(~is_real, -1)) for last in last_readers]

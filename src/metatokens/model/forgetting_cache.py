@@ -14,8 +14,8 @@ from metatokens.model.mixins import add_mixin
 from metatokens.model.rows import gather_rows, positions_of
 
 _OTHER_CACHE = (
-    "this cache was filled with another text_window, text_sinks or text_full_layers than the model has now; begin a "
-    "new one."
+    "this cache was filled with another text_window, text_sinks, text_full_layers or text_full_heads than the model "
+    "has now; begin a new one."
 )
 
 
@@ -54,6 +54,54 @@ class ForgettingLayer(AnyCacheLayer):
         self.forgotten = 0
 
 
+class Parts(NamedTuple):
+    """Keys or values of a block with full heads.
+
+    Attributes:
+        forgetting: of the heads that forget text, (batch, heads, held, head size).
+        full: of the heads that see all text, (batch, heads, tokens, head size).
+    """
+
+    forgetting: Tensor
+    full: Tensor
+
+
+def other_heads(full_heads: Sequence[int], count: int) -> list[int]:
+    """The key-value heads of a block that are not full."""
+    return [head for head in range(count) if head not in full_heads]
+
+
+def parts_of(states: Tensor | Parts, full_heads: Sequence[int]) -> Parts:
+    """The parts of keys or values, (batch, heads, tokens, head size); those of a cache are parts already."""
+    if isinstance(states, Parts):
+        return states
+    forgetting_heads = other_heads(full_heads, states.shape[1])
+    return Parts(states[:, forgetting_heads], states[:, full_heads])
+
+
+class LayerOfHeads(ForgettingLayer):
+    """Mixin for the layer of a block with full heads: it holds the other heads.
+
+    Attributes:
+        full_heads: the key-value heads that hold everything.
+        full_part: a further layer of the cache, which holds them.
+    """
+
+    full_heads: Sequence[int]
+    full_part: AnyCacheLayer
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Hold new keys and values, (batch, heads, new, head size); returns the parts of all."""
+        new_keys, new_values = (
+            parts_of(states, self.full_heads) for states in (key_states, value_states)
+        )
+        keys, values = super().update(new_keys.forgetting, new_values.forgetting, *args, **kwargs)
+        full_keys, full_values = self.full_part.update(new_keys.full, new_values.full)
+        return Parts(keys, full_keys), Parts(values, full_values)
+
+
 class ForgettingCache(AnyCache):
     """Mixin for a cache whose layers hold what later queries can see, and little else.
 
@@ -63,25 +111,32 @@ class ForgettingCache(AnyCache):
     The cache has to keep `KeyNotes` about its entries while its rows are reordered, repeated and selected. So the notes
     are further layers, after those with keys and values: the positions are their keys and the last readers their
     values, (batch, 1, held, 1) each. The first such layer is about the layers that forget. A second one is about the
-    layers that hold everything, if there are any.
+    layers that hold everything, if there are any. After the notes come layers with the full heads of blocks whose other
+    heads forget.
 
     Attributes:
         number_of_layers: that of the layers with keys and values.
         full_layers: the indices of the layers that hold everything, the notes on them included.
-        rule: the `text_window`, `text_sinks` and `text_full_layers` of the model that fills it.
+        rule: the `text_window`, `text_sinks`, `text_full_layers` and `text_full_heads` of the model that fills it.
         held_after_drop: how many entries were held after some were dropped the last time.
     """
 
     layers: list[Any]
     number_of_layers: int
     full_layers: Sequence[int]
-    rule: tuple[int, int, tuple[int, ...]]
+    rule: tuple[Any, ...]
     held_after_drop = 0
 
     @property
     def notes(self) -> Any:
         """The layer with the notes about the entries of layers that forget."""
         return self.layers[self.number_of_layers]
+
+    @property
+    def layers_of_notes(self) -> range:
+        """The indices of the layers with notes."""
+        first = self.number_of_layers
+        return range(first, first + (2 if self.full_layers else 1))
 
     @property
     def has_dropped(self) -> bool:
@@ -127,9 +182,8 @@ class ForgettingCache(AnyCache):
             The same about the entries that are held and the new ones, (batch, held + length).
         """
         all_notes = []
-        for layer, (positions, last_readers) in zip(
-            self.layers[self.number_of_layers :], new, strict=True
-        ):
+        for number, (positions, last_readers) in zip(self.layers_of_notes, new, strict=True):
+            layer = self.layers[number]
             keys, values = layer.update(positions[:, None, :, None], last_readers[:, None, :, None])
             all_notes.append(KeyNotes(keys[:, 0, :, 0], values[:, 0, :, 0]))
         return all_notes
@@ -169,7 +223,8 @@ def make_forgetting(cache: Any, config: Any) -> None:
         UserError: if the cache is of another kind, or was filled with another window.
     """
     full_blocks = tuple(config.text_full_layers or ())
-    rule = config.text_window, config.text_sinks, full_blocks
+    full_heads = full_heads_by_block(config)
+    rule = config.text_window, config.text_sinks, full_blocks, full_heads
     if isinstance(cache, ForgettingCache):
         if cache.rule != rule:
             raise UserError(_OTHER_CACHE)
@@ -186,11 +241,27 @@ def make_forgetting(cache: Any, config: Any) -> None:
     ]
     kind_of_layer = type(cache.layers[0])
     cache.layers.append(kind_of_layer())
-    if full_blocks:
+    if full_blocks or full_heads:
         cache.full_layers.append(len(cache.layers))
         cache.layers.append(kind_of_layer())
+    full_parts = {block: kind_of_layer() for block in full_heads}
+    for part in full_parts.values():
+        cache.full_layers.append(len(cache.layers))
+        cache.layers.append(part)
     for layer in cache.layers:
         add_mixin(layer, ForgettingLayer)
+    for block, part in full_parts.items():
+        layer = cache.layers[block]
+        add_mixin(layer, LayerOfHeads)
+        layer.full_heads, layer.full_part = full_heads[block], part
+
+
+def full_heads_by_block(config: Any) -> dict[int, list[int]]:
+    """The full heads of each block that has some; only retrofitted models have any."""
+    by_block: dict[int, list[int]] = {}
+    for block, head in getattr(config, "text_full_heads", None) or ():
+        by_block.setdefault(block, []).append(head)
+    return by_block
 
 
 def _check_kind(cache: Any) -> None:

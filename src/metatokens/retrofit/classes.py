@@ -25,6 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from metatokens.decoder import decoder_of, own_blocks, position_embedding_of
 from metatokens.errors import UserError
 from metatokens.model.configuration import TEXT_SINKS, write_remote_code
+from metatokens.model.forgetting_cache import full_heads_by_block
 from metatokens.model.generation import MetaTokenGenerationMixin, register_architecture
 from metatokens.model.labels import without_meta_tokens
 from metatokens.model.mixins import class_with
@@ -46,7 +47,7 @@ from metatokens.retrofit.layers import (
     MetaTokenEmbedding,
     added_parameters,
     change_class,
-    set_full_layers,
+    set_full,
 )
 from metatokens.retrofit.settings import MetaSettings, check_entries
 
@@ -74,11 +75,11 @@ class MetaConfig(PreTrainedConfig):
         unpadded_vocab_size: entries in use; the rows after them are never generated.
         position_embedding: the kind of the base's positions, `learned`, `rope` or `none`.
         meta_attention: the fields of a `MetaSettings`.
-        text_window, text_sinks, text_full_layers: of `meta_attention`, as in `MetaGPT2Config`.
+        text_window, text_sinks, text_full_layers, text_full_heads: of `meta_attention`, as in `MetaSettings`.
     """
 
     text_window, text_sinks = _setting("text_window"), _setting("text_sinks", TEXT_SINKS)
-    text_full_layers = _setting("text_full_layers")
+    text_full_layers, text_full_heads = _setting("text_full_layers"), _setting("text_full_heads")
 
     def to_json_string(self, *args: Any, **kwargs: Any) -> str:
         """The base's JSON, under this package's model type."""
@@ -280,7 +281,7 @@ def install(model: Any) -> None:
         f"meta_attention.attention.{name}" for name in ("qkv_proj", "out_proj")
     }
     decoder.meta_config = config
-    set_full_layers(blocks, settings.text_full_layers or ())
+    set_full(blocks, settings.text_full_layers or (), full_heads_by_block(config))
     decoder.meta_settings, decoder.meta_has_trained = settings, False
     decoder.meta_depth = getattr(decoder.config, "num_hidden_layers", None)
     decoder.meta_cache_layers = len(blocks) + len(settings.layers)  # of a cache of a fixed size

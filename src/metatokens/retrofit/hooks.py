@@ -12,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from metatokens.errors import UserError
 from metatokens.model.cache import add_second_layers
+from metatokens.model.forgetting_cache import full_heads_by_block
 from metatokens.model.paged_cache import engine_of
 from metatokens.model.positions import packed_sequences, rotary_tables
 from metatokens.model.releases import CACHE, with_cache_renamed
@@ -24,6 +25,7 @@ from metatokens.model.visibility import (
 )
 from metatokens.model.vocabulary import check_ids
 from metatokens.retrofit.context import ForwardContext, current
+from metatokens.retrofit.full_heads import attend_by_heads
 from metatokens.retrofit.layers import added_parameters, check_table
 
 
@@ -78,6 +80,8 @@ def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         visibility = _visibility(decoder, is_meta, kwargs, cache, form)
     else:
         visibility = _visibility_outside_graph(decoder, is_meta, kwargs, cache, form)
+    if full_heads_by_block(decoder.meta_config):
+        attend_by_heads(decoder.config)
     masks = _masks_of_blocks(decoder, visibility)
     running: Any = current().running
     if decoder.config._attn_implementation in ("sdpa", "eager", "flex_attention"):
@@ -94,7 +98,7 @@ def _form(decoder: Any, kwargs: dict[str, Any], cache: Cache | None) -> MetaAtte
 
 
 def _masks_of_blocks(decoder: Any, visibility: Visibility) -> tuple[Any, ...]:
-    """The mask of blocks that forget text, then that of blocks that see all of it, if there are any; none without."""
+    """The mask of what forgets text, then that of what sees all of it, if anything does; none without a window."""
     if visibility.rule is None:
         return ()
     rules = (visibility.rule, visibility.rule.full)

@@ -5,7 +5,7 @@ meta-tokens when it is recomputed.
 """
 
 import functools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from metatokens.model.mixins import add_mixin
 from metatokens.model.rows import GatheredRows
 from metatokens.model.visibility import seen_by_a_head
 from metatokens.retrofit.context import ForwardContext, Pass, current, thread, traced
+from metatokens.retrofit.full_heads import MasksOfHeads
 from metatokens.retrofit.settings import MetaSettings
 
 ADDED = {"meta_attention", "meta_token"}  # the names of the modules that are added
@@ -30,7 +31,7 @@ _OUTSIDE = (
 )
 _OWN_MASKS = (
     "this base does not hand its blocks the mask that it is given, so that none can see all text: leave "
-    "text_full_layers out."
+    "text_full_layers and text_full_heads out."
 )
 _JOINED = (
     "this base lets sequences that are packed into one row see one another; give each its own row."
@@ -132,11 +133,13 @@ class MetaBlock(nn.Module):
 
     Attributes:
         sees_all_text: whether the block has, in a decoder that forgets text, a mask that shows all of it.
+        full_heads: if not, its key-value heads that have such a mask.
     """
 
     meta_attention: MetaModule
     meta_point_has_residual: bool
     sees_all_text = False
+    full_heads: Sequence[int] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block with the current pass."""
@@ -152,12 +155,13 @@ class MetaBlock(nn.Module):
             elif bool(joined):
                 raise UserError(_JOINED)
             running.sequences = None
-        if self.sees_all_text and running.masks is not None:
+        if running.masks is not None and (self.sees_all_text or self.full_heads):
             shared, full = running.masks
             if not any(value is shared for value in (*args, *kwargs.values())):
                 raise UserError(_OWN_MASKS)
-            args = tuple(full if value is shared else value for value in args)
-            kwargs = {name: full if value is shared else value for name, value in kwargs.items()}
+            mask = full if self.sees_all_text else MasksOfHeads(shared, full, self.full_heads)
+            args = tuple(mask if value is shared else value for value in args)
+            kwargs = {name: mask if value is shared else value for name, value in kwargs.items()}
         # Not in `forward`, which activation checkpointing runs again, after the pass.
         return super().__call__(*args, meta_context=running.context, **kwargs)
 
@@ -183,13 +187,16 @@ class MetaBlock(nn.Module):
             state.block = outer
 
 
-def set_full_layers(blocks: Iterable[nn.Module], full: Collection[int]) -> None:
-    """Have the blocks `full`, and no others, see all text in a decoder that forgets text."""
+def set_full(
+    blocks: Iterable[nn.Module], full_layers: Collection[int], full_heads: dict[int, list[int]]
+) -> None:
+    """Have these blocks, these heads of other blocks, and no others see all text in a decoder that forgets text."""
     for number, block in enumerate(blocks):
-        if number in full:
+        if number in full_layers or number in full_heads:
             change_class(block, MetaBlock)
         if isinstance(block, MetaBlock):
-            block.sees_all_text = number in full
+            block.sees_all_text = number in full_layers
+            block.full_heads = full_heads.get(number, ())
 
 
 def change_class(module: Any, mixin: type) -> None:

@@ -1,5 +1,6 @@
 """The settings of meta-attention in a retrofitted model's configuration."""
 
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, Field, ValidationError
@@ -25,6 +26,7 @@ class MetaSettings(BaseModel):
         base_weights: the checksum of the base (`weights_checksum`); None if its weights could not be read.
         base_rows: the rows of the base's table of embeddings, which may have grown since.
         text_window, text_sinks, text_full_layers: what a query sees of the text, as in `MetaGPT2Config`.
+        text_full_heads: the key-value heads of other blocks that see all text: pairs of a block and a head.
     """
 
     # Read by `Attention`. The paper's code base has no biases.
@@ -46,6 +48,7 @@ class MetaSettings(BaseModel):
     text_window: Size | None = None
     text_sinks: Annotated[int, Field(ge=0)] = TEXT_SINKS
     text_full_layers: list[int] | None = None
+    text_full_heads: list[list[int]] | None = None
 
     @classmethod
     def checked(cls, **fields: Any) -> "MetaSettings":
@@ -59,8 +62,18 @@ class MetaSettings(BaseModel):
         """Refuse settings that do not fit a model with `count` blocks that have keys and values of their own."""
         check_layers("layers", self.layers, count)
         check_layers("text_full_layers", self.text_full_layers or [], count)
+        check_heads(self.text_full_heads or [], count)
         if len(self.injection_points) != len(self.layers):
             raise UserError("each of the layers needs one of the injection_points.")
+
+
+def check_heads(heads: list[list[int]], count: int) -> None:
+    """Refuse what are not ascending pairs of one of `count` blocks and one of its heads."""
+    are_pairs = all(len(pair) == 2 and 0 <= pair[0] < count and pair[1] >= 0 for pair in heads)
+    if not are_pairs or any(pair >= following for pair, following in pairwise(heads)):
+        raise UserError(
+            f"text_full_heads is {heads}; give pairs of a block, 0 to {count - 1}, and one of its heads, ascending."
+        )
 
 
 def check_entries(meta_token_id: Any, used: Any, rows: int) -> None:

@@ -1,5 +1,6 @@
 """Setting a text window: a model then forgets text that is neither near, nor a meta-token, nor at the start."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -14,13 +16,15 @@ from transformers.cache_utils import DynamicLayer
 from metatokens.decoder import decoder_of, own_blocks
 from metatokens.errors import UserError, one_line
 from metatokens.model.configuration import UNSAVED, MetaGPT2Config
+from metatokens.model.forgetting_cache import full_heads_by_block
 from metatokens.model.releases import CACHE
 from metatokens.model.wrappers import takes_wrapped
 from metatokens.retrofit.classes import MetaConfig
 from metatokens.retrofit.injection_points import probe_ids
-from metatokens.retrofit.layers import set_full_layers
+from metatokens.retrofit.layers import set_full
 from metatokens.retrofit.settings import MetaSettings
 
+_HEADS = "the heads of a {} cannot be told apart by what its cache holds"
 _READS = "a {} cannot have a text_window: it must take masks of four dimensions, and a cache that drops entries"
 
 
@@ -30,6 +34,7 @@ def set_text_window(
     window: int | None,
     sinks: int | None = None,
     full_layers: Sequence[int] | None = None,
+    full_heads: Sequence[Sequence[int]] | None = None,
 ) -> None:
     """Make a model forget text from now on, in training, evaluation and generation.
 
@@ -46,13 +51,15 @@ def set_text_window(
             before, which is 4 at first.
         full_layers: the blocks, counted from 0, that keep all text and see it. Models look things up in few blocks.
             None: the same as before, which is none at first.
+        full_heads: the key-value heads of a retrofitted model that do the same: pairs of a block and a head, counted
+            from 0. They need `sdpa`. None: the same as before, which is none at first.
 
     Raises:
         UserError: if a number is too small, or the model has no meta-token or masks of its own, such as a sliding
-            window, or does not have such blocks. The model is then unchanged.
+            window, or does not have such blocks or heads. The model is then unchanged.
     """
     before = text_window_of(model.config)
-    apply_text_window(model, window, sinks, full_layers)
+    apply_text_window(model, window, sinks, full_layers, full_heads)
     if text_window_of(model.config) != before and model.config.name_or_path:
         base: Any = getattr(model, "get_base_model", lambda: model)()
         base.saved_as = base.name_or_path = base.config.name_or_path = UNSAVED
@@ -62,7 +69,12 @@ def set_text_window(
 
 def text_window_of(config: Any) -> dict[str, Any]:
     """The arguments of `set_text_window` that a model was given; none if it cannot have a window."""
-    names = {"window": "text_window", "sinks": "text_sinks", "full_layers": "text_full_layers"}
+    names = {
+        "window": "text_window",
+        "sinks": "text_sinks",
+        "full_layers": "text_full_layers",
+        "full_heads": "text_full_heads",
+    }
     return {name: getattr(config, field) for name, field in names.items() if hasattr(config, field)}
 
 
@@ -71,6 +83,7 @@ def apply_text_window(
     window: int | None,
     sinks: int | None = None,
     full_layers: Sequence[int] | None = None,
+    full_heads: Sequence[Sequence[int]] | None = None,
 ) -> None:
     """Do as `set_text_window` does, but keep the model's name: its folder has the window, or will have it.
 
@@ -84,24 +97,67 @@ def apply_text_window(
         )
     sinks = config.text_sinks if sinks is None else sinks
     full_layers = config.text_full_layers if full_layers is None else full_layers
-    full = None if window is None else list(full_layers or ()) or None
-    fields = {"text_window": window, "text_sinks": sinks, "text_full_layers": full}
+    fields: dict[str, Any] = {
+        "text_window": window,
+        "text_sinks": sinks,
+        "text_full_layers": None if window is None else list(full_layers or ()) or None,
+    }
     if isinstance(config, MetaConfig):
-        settings = MetaSettings.checked(**config.meta_attention | fields)
-        _, blocks = decoder_of(model)
-        settings.check_blocks(own_blocks(config))
-        if window is not None:
-            _check(model)
-        set_full_layers(blocks, full or ())
-        config.meta_attention = settings.model_dump()
-    else:
-        try:
-            type(config).from_dict(config.to_dict() | fields)  # refuses what does not fit
-        except StrictDataclassError as error:
+        full_heads = config.text_full_heads if full_heads is None else full_heads
+        pairs = [[*pair] for pair in full_heads or ()]
+        fields["text_full_heads"] = None if window is None else pairs or None
+        _apply_to_retrofit(model, fields)
+        return
+    if full_heads:
+        raise UserError("full_heads are for pretrained models; give full_layers to this one.")
+    try:
+        type(config).from_dict(config.to_dict() | fields)  # refuses what does not fit
+    except StrictDataclassError as error:
+        raise UserError(f"the model cannot have this text window: {one_line(error)}.") from error
+    for name, value in fields.items():
+        setattr(config, name, value)
+
+
+def _apply_to_retrofit(model: PreTrainedModel, fields: dict[str, Any]) -> None:
+    """Set the fields of a retrofitted model's window, which may be wrong."""
+    config: Any = model.config
+    before = config.meta_attention
+    settings = MetaSettings.checked(**before | fields)
+    settings.check_blocks(own_blocks(config))
+    if settings.text_window is not None:
+        _check(model)
+    if settings.text_full_heads is not None:
+        settings = settings.model_copy(update=_blocks_and_heads(model, settings))
+    try:
+        _set_fields(model, settings.model_dump())
+        if settings.text_full_heads is not None:
+            _check_heads(model)
+    except UserError:
+        _set_fields(model, before)
+        raise
+
+
+def _blocks_and_heads(model: PreTrainedModel, settings: MetaSettings) -> dict[str, Any]:
+    """The fields of full blocks, among them those all of whose heads are full, and of full heads in other blocks."""
+    counts = key_value_heads(model)
+    full_heads, full_layers = settings.text_full_heads or [], {*(settings.text_full_layers or ())}
+    for block, head in full_heads:
+        if head >= counts[block]:
             raise UserError(
-                f"the model cannot have this text window: {one_line(error)}."
-            ) from error
-        config.text_window, config.text_sinks, config.text_full_layers = window, sinks, full
+                f"text_full_heads has head {head} of block {block}, which has {counts[block]} key-value heads."
+            )
+    of_block = Counter(block for block, _ in full_heads)
+    full_layers |= {block for block, count in of_block.items() if count == counts[block]}
+    rest = [pair for pair in full_heads if pair[0] not in full_layers]
+    return {"text_full_layers": sorted(full_layers) or None, "text_full_heads": rest or None}
+
+
+def _set_fields(model: PreTrainedModel, fields: dict[str, Any]) -> None:
+    """Have a retrofitted model's configuration and its blocks hold these fields of `meta_attention`."""
+    config: Any = model.config
+    config.meta_attention = fields
+    _, blocks = decoder_of(model)
+    set_full(blocks, config.text_full_layers or (), full_heads_by_block(config))
 
 
 @contextmanager
@@ -132,25 +188,62 @@ def _check(model: PreTrainedModel) -> None:
             "instead of a cache."
         )
     with (
-        _with_fields(config, text_window=1, text_sinks=1, text_full_layers=None),
+        _with_fields(
+            config, text_window=1, text_sinks=1, text_full_layers=None, text_full_heads=None
+        ),
         probe_ids(model, _READS, 24) as ids,
     ):
-        ids = torch.cat([ids, pad(ids[:, :19], (5, 0))])  # the second row is padded
-        mask = torch.ones_like(ids)
-        mask[1, :5] = 0
+        ids, mask = _two_rows(ids)
         ids[:, 10] = config.meta_token_id
         other = ids.clone()
         other[:, 8] += 1
-        whole = decoder(other, attention_mask=mask, use_cache=False)[0]
-        cache, in_steps = None, []
-        for start, end in pairwise([0, *range(20, 25)]):
-            inputs = {"attention_mask": mask[:, :end], CACHE: cache}
-            out = decoder(ids[:, start:end], use_cache=True, **inputs)
-            cache = out[CACHE]
-            in_steps.append(out[0])
-        of_steps = torch.cat(in_steps, dim=1)[:, 12:]
-        expected = whole[:, 12:]
-        # Bases in float64 compute a part in float32.
-        eps = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps)
-        if (of_steps - expected).norm() > eps**0.5 * expected.norm():
+        if not _read_alike(model, other, ids, mask):
             raise ValueError("text that is forgotten changes what it predicts")
+
+
+@torch.no_grad()
+def _check_heads(model: PreTrainedModel) -> None:
+    """Refuse a base that mixes key-value heads: the pass over a text and the steps over it must give the same."""
+    with (
+        _with_fields(model.config, text_window=1, text_sinks=1),
+        probe_ids(model, _HEADS, 24) as ids,
+    ):
+        ids, mask = _two_rows(ids)
+        if not _read_alike(model, ids, ids, mask):
+            raise ValueError("a cache of full heads changes what it predicts")
+
+
+def _two_rows(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids, (1, length), and the same with padding before them, (2, length), with their mask."""
+    ids = torch.cat([ids, pad(ids[:, :-5], (5, 0))])
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    return ids, mask
+
+
+def _read_alike(model: PreTrainedModel, whole: Tensor, ids: Tensor, mask: Tensor) -> bool:
+    """Whether a pass over `whole` gives the same from place 12 on as steps over `ids`, (rows, 24) each."""
+    decoder, _ = decoder_of(model)
+    expected = decoder(whole, attention_mask=mask, use_cache=False)[0][:, 12:]
+    cache, in_steps = None, []
+    for start, end in pairwise([0, *range(20, 25)]):
+        inputs = {"attention_mask": mask[:, :end], CACHE: cache}
+        out = decoder(ids[:, start:end], use_cache=True, **inputs)
+        cache = out[CACHE]
+        in_steps.append(out[0])
+    of_steps = torch.cat(in_steps, dim=1)[:, 12:]
+    # Bases in float64 compute a part in float32.
+    eps = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps)
+    return bool((of_steps - expected).norm() <= eps**0.5 * expected.norm())
+
+
+@torch.no_grad()
+def key_value_heads(model: PreTrainedModel) -> list[int]:
+    """How many key-value heads each block of a retrofitted model has."""
+    decoder, _ = decoder_of(model)
+    with (
+        _with_fields(model.config, text_window=None, text_full_layers=None, text_full_heads=None),
+        probe_ids(model, _HEADS, 1) as ids,
+    ):
+        cache = decoder(ids, use_cache=True)[CACHE]
+        return [layer.keys.shape[1] for layer in cache.layers[: own_blocks(model.config)]]

@@ -1,4 +1,4 @@
-"""Which blocks look things up: what an answer loses if one block alone forgets the text."""
+"""Which heads look things up: what an answer loses if one key-value head alone forgets the text."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,54 +8,54 @@ import torch
 from pydantic import BaseModel
 from torch.nn.functional import cross_entropy
 
-from metatokens.decoder import own_blocks
 from metatokens.retrofit.text_window import apply_text_window
 from metatokens.shrink.answering import answer_logits, is_answered, read
 from metatokens.shrink.lookups import Asked
 
 Watch = Callable[[int, int], None]  # takes what is done, and all
+Head = tuple[int, int]  # a block, and one of its key-value heads, from 0
 
 
-class BlockLoss(BaseModel):
-    """What answers cost if one block forgets, or none.
+class HeadLoss(BaseModel):
+    """What answers cost if one key-value head forgets, or none.
 
     Attributes:
-        block: its number, from 0; None: none forgets.
+        head: a block, and one of its heads; None: none forgets.
         loss: nats of an answer, the mean over questions.
         answered: how many questions are answered.
         n: questions.
     """
 
-    block: int | None
+    head: Head | None
     loss: float
     answered: int
     n: int
 
 
-def losses_of_blocks(
-    model: Any, tests: Sequence[Asked], window: int, watch: Watch
-) -> list[BlockLoss]:
-    """The loss of answers with the full cache, and if one block after another sees a window alone.
+def losses_of_heads(
+    model: Any, heads: Sequence[Head], tests: Sequence[Asked], window: int, watch: Watch
+) -> list[HeadLoss]:
+    """The loss of answers with the full cache, and if one head after another sees a window alone.
 
     Args:
         model: a retrofitted model; afterwards it has the full cache.
+        heads: all of the model.
         tests: texts with questions, to which the answer is farther than the window.
-        window: of the block that forgets.
-        watch: called after each block.
+        window: of the head that forgets.
+        watch: called after each head.
     """
-    blocks = range(own_blocks(model.config))
     losses = []
-    for done, forgetting in enumerate((None, *blocks), start=1):
+    for done, forgetting in enumerate((None, *heads), start=1):
         if forgetting is not None:
-            others = [block for block in blocks if block != forgetting]
-            apply_text_window(model, window, full_layers=others)
+            others = [head for head in heads if head != forgetting]
+            apply_text_window(model, window, full_layers=[], full_heads=others)
         losses.append(_loss(model, tests, forgetting))
-        watch(done, len(blocks) + 1)
+        watch(done, len(heads) + 1)
     apply_text_window(model, None)
     return losses
 
 
-def _loss(model: Any, tests: Sequence[Asked], block: int | None) -> BlockLoss:
+def _loss(model: Any, tests: Sequence[Asked], head: Head | None) -> HeadLoss:
     losses, hits = [], []
     for asked in tests:
         cache = read(model, asked.text)
@@ -66,11 +66,11 @@ def _loss(model: Any, tests: Sequence[Asked], block: int | None) -> BlockLoss:
             losses.append(cross_entropy(logits, target, reduction="sum").item())
             hits.append(is_answered(logits, question))
     mean = round(float(np.mean(losses)), 4)
-    return BlockLoss(block=block, loss=mean, answered=sum(hits), n=len(hits))
+    return HeadLoss(head=head, loss=mean, answered=sum(hits), n=len(hits))
 
 
-def most_needed(losses: Sequence[BlockLoss], count: int) -> list[int]:
-    """The blocks whose forgetting costs most."""
-    of_blocks = [loss for loss in losses if loss.block is not None]
-    ranked = sorted(of_blocks, key=lambda loss: loss.loss, reverse=True)
-    return sorted(loss.block for loss in ranked[:count] if loss.block is not None)
+def most_needed(losses: Sequence[HeadLoss], count: int) -> list[Head]:
+    """The heads whose forgetting costs most."""
+    of_heads = [loss for loss in losses if loss.head is not None]
+    ranked = sorted(of_heads, key=lambda loss: loss.loss, reverse=True)
+    return sorted(loss.head for loss in ranked[:count] if loss.head is not None)

@@ -83,8 +83,7 @@ def _timed(model: Any, ids: list[int]) -> tuple[float, float, int]:
         output = model(token, past_key_values=cache, use_cache=True)
         token = output.logits[:, -1:].argmax(dim=-1)
     end = _now(model)
-    layers = cache.layers[: model.config.get_text_config().num_hidden_layers]
-    size = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     return middle - start, end - middle, size
 
 

@@ -15,7 +15,7 @@ from metatokens.evaluation.intervals import clustered_interval, normal_interval
 from metatokens.files import write_whole
 from metatokens.looking.style import FURTHER, STYLES, Style, line, png, small_multiples
 from metatokens.records import Result, unpack_hits
-from metatokens.shrink.choosing import BlockLoss
+from metatokens.shrink.choosing import Head, HeadLoss
 from metatokens.shrink.cost import Cost
 from metatokens.shrink.measuring import BASE, EXCERPT, FACTS, REPLY, SHRUNK, TRAINED_FULL
 
@@ -60,9 +60,9 @@ class Findings:
 
     Attributes:
         results: of all models.
-        losses: what answers cost if one block forgets; empty if the blocks were given.
+        losses: what answers cost if one head forgets; empty if the heads were given.
         costs: of the caches.
-        cache: the window and the full layers of the shrunk model, and its rule for landmarks.
+        cache: the window and the full heads of the shrunk model, and its rule for landmarks.
         out: the run's folder.
         base: the model that was shrunk.
         length: tokens; of a text of this length the cache keeps the share that was asked for.
@@ -70,13 +70,18 @@ class Findings:
     """
 
     results: Sequence[Result]
-    losses: Sequence[BlockLoss]
+    losses: Sequence[HeadLoss]
     costs: Sequence[Cost]
     cache: dict[str, Any]
     out: Path
     base: str
     length: int
     steps: int
+
+    @property
+    def full_heads(self) -> list[str]:
+        """The names of the heads that keep all text."""
+        return [name_of_head(head) for head in self.cache["full_heads"]]
 
     @property
     def summary(self) -> str:
@@ -184,6 +189,11 @@ class Findings:
         return [result for result in self.results if result.metric == "exact_match"]
 
 
+def name_of_head(head: Head) -> str:
+    """The name of a head, as `--full-heads` takes it."""
+    return ".".join(map(str, head))
+
+
 def _value(result: Result) -> float:
     assert result.value is not None
     return result.value
@@ -200,7 +210,7 @@ def write_page(findings: Findings, file: Path) -> None:
     )
     picture = base64.b64encode(_picture(findings)).decode()
     text = environment.get_template("page.html.j2").render(
-        findings=findings, names=NAMES, picture=picture, shrunk=SHRUNK
+        findings=findings, name_of_head=name_of_head, names=NAMES, picture=picture, shrunk=SHRUNK
     )
     write_whole(file, text.encode())
 

@@ -1,4 +1,4 @@
-"""Shrink the cache of a model: choose full blocks, train, test, and write the page (`metatokens shrink`)."""
+"""Shrink the cache of a model: choose full heads, train, test, and write the page (`metatokens shrink`)."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -20,7 +20,6 @@ from metatokens.checkpoint import (
     weights_sha256,
 )
 from metatokens.data.landmarks import Landmarks
-from metatokens.decoder import own_blocks
 from metatokens.errors import UserError
 from metatokens.files import file_sha256, write_whole
 from metatokens.machine import has_fast_bfloat16, return_freed_memory
@@ -28,8 +27,8 @@ from metatokens.model.positions import reaches
 from metatokens.recipe import WITHOUT_EFFECT, ShrinkRecipe
 from metatokens.records import Result, read_lines, stamped
 from metatokens.retrofit.injection import add_meta_attention
-from metatokens.retrofit.text_window import apply_text_window
-from metatokens.shrink.choosing import BlockLoss, losses_of_blocks, most_needed
+from metatokens.retrofit.text_window import apply_text_window, key_value_heads
+from metatokens.shrink.choosing import Head, HeadLoss, losses_of_heads, most_needed
 from metatokens.shrink.cost import NEW, Cost, costs
 from metatokens.shrink.lookups import Asked, Lookups, Question, Turns, read_forms
 from metatokens.shrink.measuring import (
@@ -49,11 +48,11 @@ from metatokens.tasks.example import Encoded, read_examples
 from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import Figures, Progress, train, unwatched
 
-SINKS = 4  # the first positions, which every block keeps
+SINKS = 4  # the first positions, which every head keeps
 FEWEST = 8  # positions of a window
 MARGIN = 8  # tokens at least between a window and what has to be found
 UNLIMITED = 1_000_000  # tokens, for a model without a limit
-WINDOW_TO_CHOOSE_BY, FACTS_TO_CHOOSE_BY = 64, 12  # of a block that forgets, and in a text
+WINDOW_TO_CHOOSE_BY, FACTS_TO_CHOOSE_BY = 64, 12  # of a head that forgets, and in a text
 PAGE = "page.html"
 USERS = "own"  # the kind of a user's questions
 
@@ -66,12 +65,12 @@ class Kept:
     """What the cache of a model keeps of a text besides its sinks.
 
     Attributes:
-        window: the last positions, which each other block keeps; None: each block keeps everything.
-        full_layers: the full blocks, which keep everything.
+        window: the last positions, which each other head keeps; None: each head keeps everything.
+        full_heads: the key-value heads that keep everything.
     """
 
     window: int | None
-    full_layers: list[int]
+    full_heads: list[Head]
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def shrink(
     """Train a model to keep a part of its cache, and measure what it still finds.
 
     `out` then holds `model`, whose cache is smaller wherever it is loaded; `page.html`; the base's `replies.json`; and
-    what was measured: `blocks.json`, `results/` and `costs.json`. The same call goes on where it was cut off.
+    what was measured: `heads.json`, `results/` and `costs.json`. The same call goes on where it was cut off.
 
     Args:
         recipe: the settings.
@@ -157,17 +156,18 @@ class _Run:
         base, self.tokenizer = load_base_and_tokenizer(model)
         text_config = base.config.get_text_config()
         self.limit = int(getattr(text_config, "max_position_embeddings", None) or UNLIMITED)
-        self.blocks = own_blocks(base.config)
-        # Refuses what cannot forget, and blocks that are not there.
-        apply_text_window(
-            add_meta_attention(base, self.tokenizer, layers=[]),
-            1,
-            full_layers=recipe.cache.full_layers,
-        )
+        retrofit: Any = add_meta_attention(base, self.tokenizer, layers=[])
+        self.heads = [
+            (block, head)
+            for block, count in enumerate(key_value_heads(retrofit))
+            for head in range(count)
+        ]
+        # Refuses what cannot forget, and heads that are not there.
+        apply_text_window(retrofit, 1, full_heads=recipe.cache.full_heads or self.heads[:1])
         rule = recipe.cache.landmarks
         self.landmarks = None if rule is None else Landmarks(self.tokenizer, rule)
         self.length = min(recipe.cache.length, self.limit)
-        self.window = self._window(self._full_blocks)
+        self.window = self._window(self._number_of_full_heads)
         # Tokens from what has to be found to the end of its text, at least; the window does not reach so far.
         self.beyond = self.window + MARGIN
         # A shorter text has little that is forgotten.
@@ -234,11 +234,11 @@ class _Run:
         }
 
     def choose(self, watch: Watch) -> None:
-        """Choose the blocks that keep everything: those of the recipe, or those that need it most by measurement."""
-        full_layers = self.recipe.cache.full_layers
-        if full_layers is None:
-            full_layers = most_needed(self.block_losses(watch), self._full_blocks)
-        self.cache = Kept(self.window, full_layers)
+        """Choose the heads that keep everything: those of the recipe, or those that need it most by measurement."""
+        full_heads = self.recipe.cache.full_heads
+        if full_heads is None:
+            full_heads = most_needed(self.head_losses(watch), self._number_of_full_heads)
+        self.cache = Kept(self.window, full_heads)
 
     def ask_base(self, watch: Watch) -> None:
         """Write what the base answers in a chat; nothing if it has no chat template."""
@@ -280,45 +280,49 @@ class _Run:
             arms.append(Arm(TRAINED_WINDOW, "controls/window", Kept(self._window(0), [])))
         return arms
 
-    def _window(self, full_blocks: int) -> int:
-        """The window with which the share is kept of a text of the length, next to so many full blocks."""
-        full_share = full_blocks / self.blocks
+    def _window(self, full_heads: int) -> int:
+        """The window with which the share is kept of a text of the length, next to so many full heads."""
+        full_share = full_heads / len(self.heads)
         rest = max(0.0, self.recipe.cache.keep - full_share)
         window = int(rest / (1 - full_share) * self.length) - SINKS if rest else 0
         if window < FEWEST:
             raise UserError(
                 f"a cache that keeps {self.recipe.cache.keep:.3g} of {self.length:,} tokens has no room for a window "
-                f"next to {full_blocks} full blocks of {self.blocks}: keep more, or fewer full blocks."
+                f"if {full_heads} of {len(self.heads)} heads are full: keep more, or fewer full heads."
             )
         return window
 
     @property
-    def _full_blocks(self) -> int:
-        """How many blocks keep everything."""
+    def _number_of_full_heads(self) -> int:
+        """How many heads keep everything."""
         cache = self.recipe.cache
-        if cache.full_layers is not None:
-            return len(cache.full_layers)
-        if cache.full_blocks is not None:
-            return cache.full_blocks
-        # Full blocks look things up. The window predicts prose, and gets a fifth at least.
-        return max(1, int(self.blocks * cache.keep * 4 // 5))
+        if cache.full_heads is not None:
+            return len(cache.full_heads)
+        if cache.number_of_full_heads is not None:
+            return cache.number_of_full_heads
+        # Full heads look things up. The window predicts prose, and gets a fifth at least.
+        return max(1, int(len(self.heads) * cache.keep * 4 // 5))
 
-    def block_losses(self, watch: Watch) -> list[BlockLoss]:
-        """What answers cost if a block forgets."""
-        file = self.out / "blocks.json"
+    def head_losses(self, watch: Watch) -> list[HeadLoss]:
+        """What answers cost if a head forgets."""
+        file = self.out / "heads.json"
         if not file.exists():
             texts = [
                 _text_to_choose_by(self.lookups["train"], number, min(512, self.longest))
                 for number in range(self.recipe.tests.choosing)
             ]
             model = _for_measuring(self._base())
-            with watch("choose blocks") as progress:
-                losses = losses_of_blocks(
-                    model, texts, WINDOW_TO_CHOOSE_BY, lambda done, total: progress(done, total, {})
+            with watch("choose heads") as progress:
+                losses = losses_of_heads(
+                    model,
+                    self.heads,
+                    texts,
+                    WINDOW_TO_CHOOSE_BY,
+                    lambda done, total: progress(done, total, {}),
                 )
             lines = [loss.model_dump() for loss in losses]
             write_whole(file, json.dumps(lines, indent=1).encode())
-        return [BlockLoss(**line) for line in json.loads(file.read_text(encoding="utf-8"))]
+        return [HeadLoss(**line) for line in json.loads(file.read_text(encoding="utf-8"))]
 
     def train(self, arm: Arm, watch: Watch) -> None:
         """Train a model with what its cache keeps."""
@@ -331,7 +335,7 @@ class _Run:
             update={
                 "bf16": training.bf16 or has_fast_bfloat16(),
                 "text_window": arm.cache.window,
-                "text_full_layers": arm.cache.full_layers or None,
+                "text_full_heads": arm.cache.full_heads or None,
             }
         )
         mixture = Mixture(
@@ -435,12 +439,12 @@ class _Run:
             if self._results_file(name).exists()
             for result in read_lines(self._results_file(name), Result)
         ]
-        blocks = self.out / "blocks.json"
-        losses = json.loads(blocks.read_text(encoding="utf-8")) if blocks.exists() else []
+        heads = self.out / "heads.json"
+        losses = json.loads(heads.read_text(encoding="utf-8")) if heads.exists() else []
         cost_lines = json.loads((self.out / "costs.json").read_text(encoding="utf-8"))
         findings = Findings(
             results=results,
-            losses=[BlockLoss(**line) for line in losses],
+            losses=[HeadLoss(**line) for line in losses],
             costs=[Cost(**line) for line in cost_lines],
             cache={**asdict(self.cache), "landmarks": self.recipe.cache.landmarks},
             out=self.out,
@@ -471,7 +475,7 @@ class _Run:
 
 
 def _text_to_choose_by(lookups: Lookups, number: int, length: int) -> Asked:
-    """A text with look-ups of several forms, for which a block has to remember."""
+    """A text with look-ups of several forms, for which a head has to remember."""
     generator = np.random.default_rng(number)
     chosen = generator.choice(len(lookups.forms), MOST_FORMS, replace=False)
     return lookups.draw(

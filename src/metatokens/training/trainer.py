@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -30,6 +30,7 @@ from metatokens.checkpoint import save_model, verify_manifest, write_manifest
 from metatokens.errors import UserError
 from metatokens.files import library_writes
 from metatokens.machine import is_first_process, process_count
+from metatokens.model.chunked_attention import attention_by_chunks
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import TrainerSettings, TrainingSettings
 from metatokens.retrofit.classes import MetaModel, freeze_base
@@ -37,7 +38,6 @@ from metatokens.retrofit.layers import added_parameters
 from metatokens.retrofit.text_window import apply_text_window
 from metatokens.training.batches import WithLogitsToKeep, WithPositions
 from metatokens.training.bracket_loss import bracket_loss
-from metatokens.training.chunked_attention import attention_by_chunks
 from metatokens.training.lora import with_lora
 from metatokens.training.muon import MuonWithAdamW, block_matrices
 from metatokens.training.positions import position_jumps
@@ -235,7 +235,12 @@ def train(
             it, or a gradient is not finite.
     """
     if settings.text_window is not None:
-        apply_text_window(model, settings.text_window, full_layers=settings.text_full_layers)
+        apply_text_window(
+            model,
+            settings.text_window,
+            full_layers=settings.text_full_layers,
+            full_heads=settings.text_full_heads,
+        )
     trained = _made_trainable(model, settings)
     checkpoints = out / "checkpoints"
     checkpoint = last_good_checkpoint(checkpoints)
@@ -257,21 +262,12 @@ def train(
     else:
         micro_batches = settings.batch // settings.per_device_train_batch_size
         with (
-            _attention(model, settings, trainer.args.device),
+            nullcontext() if settings.text_window is None else attention_by_chunks(model),
             position_jumps(model, settings.position_jumps),
             bracket_loss(model, bracket_weight, micro_batches),
         ):
             _train_from(checkpoint, trainer)
     _save_run(trainer, trained, out)
-
-
-def _attention(
-    model: Any, settings: TrainingSettings, device: torch.device
-) -> AbstractContextManager[None]:
-    """The attention of the training. A graph has none by chunks: the keys that it reads depend on the data."""
-    if settings.text_window is None or settings.torch_compile or device.type != "cpu":
-        return nullcontext()
-    return attention_by_chunks(model)
 
 
 def _train_from(checkpoint: Path | None, trainer: MetaTokenTrainer) -> None:

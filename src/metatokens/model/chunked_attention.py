@@ -43,6 +43,9 @@ def chunked_attention(
         attention_mask is None
         or attention_mask.dtype != torch.bool
         or attention_mask.shape[2] != query.shape[2]
+        or query.shape[2] <= CHUNK
+        or query.device.type != "cpu"
+        or torch.compiler.is_compiling()
         or "position_bias" in kwargs
     ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)

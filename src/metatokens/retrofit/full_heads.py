@@ -1,0 +1,95 @@
+"""Attention in a block in which some key-value heads see all text, and the others forget it.
+
+The heads of a block attend apart: keys that one head sees are no keys of another. So the block gets two masks in place
+of one, and an attention function that reads both.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from metatokens.errors import UserError
+from metatokens.model.chunked_attention import chunked_attention
+from metatokens.model.forgetting_cache import Parts, other_heads, parts_of
+
+NAME = "sdpa_by_heads"  # of the attention function
+
+
+class MasksOfHeads(NamedTuple):
+    """What a block with full heads gets in place of a mask.
+
+    Attributes:
+        forgetting: of the heads that forget text, (batch, 1, length, held) bool.
+        full: of the heads that see all text, (batch, 1, length, keys) bool.
+        full_heads: the key-value heads that see all text.
+    """
+
+    forgetting: Tensor
+    full: Tensor
+    full_heads: Sequence[int]
+
+
+def attention_by_heads(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | Parts,
+    value: Tensor | Parts,
+    attention_mask: Tensor | MasksOfHeads | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The same as transformers' `sdpa`, by two masks if there are two.
+
+    Args:
+        module: with the settings of attention.
+        query: (batch, heads, length, head size).
+        key: (batch, key-value heads, keys, head size), or the parts that a cache gives.
+        value: as `key`.
+        attention_mask: as `sdpa` takes it, or two masks.
+        kwargs: further arguments of `sdpa`.
+
+    Returns:
+        The output, (batch, length, heads, head size), and no weights.
+    """
+    if not isinstance(attention_mask, MasksOfHeads):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    full_heads = attention_mask.full_heads
+    keys, values = parts_of(key, full_heads), parts_of(value, full_heads)
+    count = keys.forgetting.shape[1] + keys.full.shape[1]
+    forgetting_heads = other_heads(full_heads, count)
+    queries = query.unflatten(1, (count, -1))
+
+    def attend(heads: Sequence[int], keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        of_heads = queries[:, heads].flatten(1, 2)
+        output, _ = chunked_attention(module, of_heads, keys, values, mask, **kwargs)
+        return output.unflatten(2, (len(heads), -1))
+
+    outputs = [
+        attend(forgetting_heads, keys.forgetting, values.forgetting, attention_mask.forgetting),
+        attend(full_heads, keys.full, values.full, attention_mask.full),
+    ]
+    order = [*forgetting_heads, *full_heads]
+    output = torch.cat(outputs, dim=2)[:, :, [order.index(head) for head in range(count)]]
+    return output.flatten(2, 3), None
+
+
+AttentionInterface.register(NAME, attention_by_heads)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def attend_by_heads(config: Any) -> None:
+    """Have the decoder with this configuration use `attention_by_heads` from now on.
+
+    Raises:
+        UserError: if it uses another function than `sdpa`.
+    """
+    if config._attn_implementation == "sdpa":
+        config._attn_implementation = NAME
+    elif config._attn_implementation != NAME:
+        raise UserError(
+            f"full heads need attn_implementation 'sdpa', and this model has '{config._attn_implementation}'."
+        )
