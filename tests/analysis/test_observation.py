@@ -28,6 +28,7 @@ from tests.retrofit.architectures import (
     train_like,
     with_meta_tokens,
 )
+from tests.retrofit.full_heads import expected_logits, masks_of_heads, with_full_heads
 
 # These compute attention without a function that transformers lets a caller choose; two of them before its 5.24.
 COMPUTED_INSIDE = {"bloom", "falcon", "gpt_neo", "mpt", "xglm"}
@@ -135,6 +136,21 @@ def test_adapters_are_observed_with_their_model():
     without = observe(retrofitted("llama"), ids)
     assert error(seen.logits, expected) < ROUNDED
     assert error(seen.logits, without.logits) > 1e-3
+
+
+def test_heads_that_forget_are_told_from_those_that_do_not():
+    row = with_meta_tokens()[0].tolist()
+    model = with_full_heads("llama")
+
+    seen = observe(model, torch.tensor(row))
+
+    assert error(seen.logits[:, :META], expected_logits("llama", row)[:, :META]) < ROUNDED
+    for block, masks in enumerate(masks_of_heads(model, row)):
+        sees = weights_of(seen.attention["attention", block]) > 0
+        assert torch.equal(sees, masks[0].expand_as(sees))
+    with torch.no_grad():
+        logits = model(torch.tensor([row]), use_cache=False).logits[0]
+    assert error(seen.logits[:, :META], logits[:, :META]) < ROUNDED
 
 
 @pytest.fixture

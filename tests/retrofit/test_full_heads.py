@@ -1,14 +1,12 @@
 """Key-value heads that see all text, in blocks whose other heads forget it."""
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from metatokens import load_meta, save_meta, set_text_window
 from metatokens.decoder import measure_cache_share
@@ -22,48 +20,20 @@ from tests.model.tiny_models import META, pad, random_rows, tiny_model
 from tests.numbers import decoder_roundings, rounding_error
 from tests.retrofit.architectures import ROUNDED, ROUNDED_GRADIENT, base, error
 from tests.retrofit.forgetful import block_masks, forgetful_retrofit, generate_texts
+from tests.retrofit.full_heads import (
+    HEADS,
+    expected_logits,
+    masks_of_heads,
+    shared,
+    with_full_heads,
+)
 
 ARCHITECTURES = (
     "cohere", "gemma", "glm4", "gpt2", "gpt_neox", "granite", "llama", "mixtral", "olmo2", "opt", "phi", "qwen3",
     "smollm3", "stablelm",
 )  # fmt: skip
 WITHOUT_SDPA = ("gptj", "xglm")
-HEADS = [(0, 1), (2, 0)]  # block 1 forgets alone
 IDS, MASK = pad(ROWS)
-
-
-def with_full_heads(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    model = forgetful_retrofit(name, None, dtype)
-    set_text_window(model, WINDOW, SINKS, full_heads=HEADS)
-    return model
-
-
-shared = cache(with_full_heads)  # for tests that do not change it
-_remembering = cache(lambda name, dtype: forgetful_retrofit(name, None, dtype))
-
-
-def masks_of_heads(model: PreTrainedModel, row: list[int]) -> Tensor:
-    """Which keys the heads of each block see, (blocks, 1, heads, T, T): the rule, pair by pair."""
-    config = model.config
-    heads = config.num_attention_heads
-    key_value_heads = getattr(config, "num_key_value_heads", None) or heads
-    everything = torch.ones(len(row), len(row)).tril().bool()
-    with_window = seen(row)
-    blocks = []
-    for block in range(config.num_hidden_layers):
-        of_heads = []
-        for head in range(heads):
-            key_value_head = head * key_value_heads // heads
-            of_heads.append(everything if (block, key_value_head) in HEADS else with_window)
-        blocks.append(torch.stack(of_heads))
-    return torch.stack(blocks)[:, None]
-
-
-def expected_logits(name: str, row: list[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """A pass of a model that sees everything, under those masks, (length, entries)."""
-    model = _remembering(name, dtype)
-    with torch.no_grad(), block_masks(model, masks_of_heads(model, row)) as inputs:
-        return model(torch.tensor([row]), **inputs).logits[0]
 
 
 @pytest.mark.quick(name=["gpt2", "llama"])
@@ -175,6 +145,8 @@ def test_heads_are_changed_and_all_heads_of_a_block_are_a_full_block() -> None:
     assert error(heads_and_block, expected) > 0.01
 
     set_text_window(model, None)
+    model(IDS)
+    assert model.config._attn_implementation == "sdpa"
     assert model.config.text_full_heads is None
     assert model.config.text_full_layers is None
 

@@ -20,9 +20,11 @@ from transformers.utils import ModelOutput
 from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
 from metatokens.model.attention import CausalAttention, MetaAttention
+from metatokens.retrofit.full_heads import TAKE_MASKS_OF_HEADS, MasksOfHeads
 from metatokens.tasks.example import Example
 
 _FUNCTION = "metatokens_observed"  # the attention function's name during an observation
+TAKE_MASKS_OF_HEADS.add(_FUNCTION)
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class AttentionInputs:
     )
     scaling: float  # of the logits, mostly 1 / sqrt(head size)
     softcap: float | None = None  # c, if a logit x becomes c tanh(x / c), as in Gemma 2
-    mask: Tensor | None = None  # (rows, rows) float64, added to the logits; None is a causal mask
+    # (heads or 1, rows, rows) float64, added to the logits; None is a causal mask
+    mask: Tensor | None = None
 
     def logits(self, rows: Tensor | None = None) -> Tensor:
         """The inputs of softmax, q k^T / sqrt(d), and -inf for masked keys: (heads, n, rows) float64.
@@ -84,7 +87,7 @@ class AttentionInputs:
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         if self.mask is not None:
-            return logits + self.mask[rows]
+            return logits + self.mask[:, rows]
         later = torch.arange(len(self.positions), device=rows.device) > rows[:, None]
         return logits.masked_fill(later, -torch.inf)
 
@@ -178,7 +181,7 @@ class _Recorder:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | MasksOfHeads | None,
         scaling: float | None = None,
         softcap: float | None = None,
         **kwargs: Any,
@@ -189,6 +192,9 @@ class _Recorder:
                 f"the attention of a {self._model_class} has sinks, which cannot be observed."
             )
         queries_per_key = query.shape[1] // key.shape[1]
+        if isinstance(attention_mask, MasksOfHeads):
+            attention_mask = attention_mask.of_each_head(key.shape[1])
+            attention_mask = attention_mask.repeat_interleave(queries_per_key, dim=1)
         inputs = AttentionInputs(
             queries=query[0].double(),
             keys=key[0].repeat_interleave(queries_per_key, dim=0).double(),
@@ -196,7 +202,7 @@ class _Recorder:
             positions=self._positions.to(query.device),
             scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
             softcap=softcap,
-            mask=None if attention_mask is None else _added_mask(attention_mask[0, 0]),
+            mask=None if attention_mask is None else _added_mask(attention_mask[0]),
         )
         is_second = isinstance(module, CausalAttention) and module.is_second
         self.attention["second_attention" if is_second else "attention", len(self.states) - 1] = (

@@ -91,11 +91,11 @@ class Look:
         return self.observation.attention[module, layer].weights()
 
     def forgotten(self, module: str, layer: int) -> Tensor | None:
-        """Which keys before a query it does not see, (queries, keys) bool; None if it sees all."""
+        """Which keys before a query no head of it sees, (queries, keys) bool; None if all are seen."""
         mask = self.observation.attention[module, layer].mask
         if mask is None:
             return None
-        hidden = (mask == -torch.inf).tril()
+        hidden = (mask == -torch.inf).all(dim=0).tril()
         return hidden if hidden.any() else None
 
     def entropy(self, module: str, layer: int, *, zeroed: bool = False) -> Tensor:

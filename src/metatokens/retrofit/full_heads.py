@@ -18,6 +18,8 @@ from metatokens.model.chunked_attention import chunked_attention
 from metatokens.model.forgetting_cache import Parts, other_heads, parts_of
 
 NAME = "sdpa_by_heads"  # of the attention function
+# The attention functions that take `MasksOfHeads`, by name. Who registers one adds it.
+TAKE_MASKS_OF_HEADS = {NAME}
 
 
 class MasksOfHeads(NamedTuple):
@@ -32,6 +34,11 @@ class MasksOfHeads(NamedTuple):
     forgetting: Tensor
     full: Tensor
     full_heads: Sequence[int]
+
+    def of_each_head(self, count: int) -> Tensor:
+        """One mask for `count` key-value heads, (batch, count, length, keys), of a pass without a cache."""
+        masks = [self.full if head in self.full_heads else self.forgetting for head in range(count)]
+        return torch.cat(masks, dim=1)
 
 
 def attention_by_heads(
@@ -81,15 +88,16 @@ AttentionInterface.register(NAME, attention_by_heads)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def attend_by_heads(config: Any) -> None:
-    """Have the decoder with this configuration use `attention_by_heads` from now on.
+def set_attention_by_heads(config: Any, *, has_full_heads: bool) -> None:
+    """Have the decoder with this configuration use `attention_by_heads` if it has full heads, and `sdpa` if not.
 
     Raises:
-        UserError: if it uses another function than `sdpa`.
+        UserError: if it has full heads, and uses another function than `sdpa`.
     """
-    if config._attn_implementation == "sdpa":
+    name = config._attn_implementation
+    if has_full_heads and name == "sdpa":
         config._attn_implementation = NAME
-    elif config._attn_implementation != NAME:
-        raise UserError(
-            f"full heads need attn_implementation 'sdpa', and this model has '{config._attn_implementation}'."
-        )
+    elif has_full_heads and name not in TAKE_MASKS_OF_HEADS:
+        raise UserError(f"full heads need attn_implementation 'sdpa', and this model has '{name}'.")
+    elif not has_full_heads and name == NAME:
+        config._attn_implementation = "sdpa"

@@ -25,7 +25,7 @@ from metatokens.model.visibility import (
 )
 from metatokens.model.vocabulary import check_ids
 from metatokens.retrofit.context import ForwardContext, current
-from metatokens.retrofit.full_heads import attend_by_heads
+from metatokens.retrofit.full_heads import set_attention_by_heads
 from metatokens.retrofit.layers import added_parameters, check_table
 
 
@@ -80,8 +80,8 @@ def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         visibility = _visibility(decoder, is_meta, kwargs, cache, form)
     else:
         visibility = _visibility_outside_graph(decoder, is_meta, kwargs, cache, form)
-    if full_heads_by_block(decoder.meta_config):
-        attend_by_heads(decoder.config)
+    has_full_heads = bool(full_heads_by_block(decoder.meta_config))
+    set_attention_by_heads(decoder.config, has_full_heads=has_full_heads)
     masks = _masks_of_blocks(decoder, visibility)
     running: Any = current().running
     if decoder.config._attn_implementation in ("sdpa", "eager", "flex_attention"):

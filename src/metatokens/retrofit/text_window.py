@@ -20,7 +20,7 @@ from metatokens.model.forgetting_cache import full_heads_by_block
 from metatokens.model.releases import CACHE
 from metatokens.model.wrappers import takes_wrapped
 from metatokens.retrofit.classes import MetaConfig
-from metatokens.retrofit.full_heads import attend_by_heads
+from metatokens.retrofit.full_heads import set_attention_by_heads
 from metatokens.retrofit.injection_points import probe_ids
 from metatokens.retrofit.layers import set_full
 from metatokens.retrofit.settings import MetaSettings
@@ -205,7 +205,7 @@ def _check(model: PreTrainedModel) -> None:
 @torch.no_grad()
 def _check_heads(model: PreTrainedModel) -> None:
     """Refuse a base that mixes key-value heads: the pass over a text and the steps over it must give the same."""
-    attend_by_heads(decoder_of(model)[0].config)
+    set_attention_by_heads(decoder_of(model)[0].config, has_full_heads=True)
     with (
         _with_fields(model.config, text_window=1, text_sinks=1),
         probe_ids(model, _HEADS, 24) as ids,
