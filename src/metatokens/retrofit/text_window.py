@@ -239,7 +239,7 @@ def _read_alike(model: PreTrainedModel, whole: Tensor, ids: Tensor, mask: Tensor
     errors = (torch.cat(in_steps, dim=1) - expected).norm(dim=2) / expected.norm(dim=2)
     # Bases in float64 compute a part in float32.
     eps = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps)
-    return all(errors[:, places].median() <= eps**0.5 for places in (slice(12, 20), slice(20, 24)))
+    return all(errors[:, tokens].median() <= eps**0.5 for tokens in (slice(12, 20), slice(20, 24)))
 
 
 @torch.no_grad()
