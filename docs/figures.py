@@ -116,9 +116,9 @@ FORGETTING = {
 SHRUNK = {  # models of results/shrink
     "base": "full cache, untrained",
     "full": "full cache, trained alike",
-    "shrunk": "**two full blocks and a window, trained**",
+    "shrunk": "**nine full heads and a window, trained**",
 }
-SHORT_NAMES = {"shrunk": "two full blocks", "full": "full cache"}  # both trained
+SHORT_NAMES = {"shrunk": "nine full heads", "full": "full cache"}  # both trained
 KINDS_OF_LOOKUPS = {
     "statement": "another statement, asked for in its words",
     "question": "the same, asked for in other words",
