@@ -193,7 +193,8 @@ def test_a_cache_that_another_window_filled_is_refused(caller: str, window: tupl
     set_text_window(model, *window)
 
     with pytest.raises(
-        UserError, match="this cache was filled with another text_window, text_sinks or text_full"
+        UserError,
+        match="this cache was filled with another text window, or other full blocks or heads",
     ):
         model(IDS[:, 40:41], past_key_values=cache)
 

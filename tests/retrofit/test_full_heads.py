@@ -199,7 +199,7 @@ def test_a_cache_of_other_heads_is_refused() -> None:
     model = with_full_heads("llama")
     held = model(IDS, use_cache=True).past_key_values
     set_text_window(model, WINDOW, SINKS, full_heads=[(0, 0)])
-    with pytest.raises(UserError, match="text_full_heads than the model has now"):
+    with pytest.raises(UserError, match="other full blocks or heads, than the model has now"):
         model(IDS[:, :1], past_key_values=held)
 
 
