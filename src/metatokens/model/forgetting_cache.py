@@ -14,8 +14,8 @@ from metatokens.model.mixins import add_mixin
 from metatokens.model.rows import gather_rows, positions_of
 
 _OTHER_CACHE = (
-    "this cache was filled with another text window, or other full blocks or heads, than the model has now; begin a new "
-    "one."
+    "this cache was filled with another text window, or other full blocks or heads, than the model has now; begin a "
+    "new one."
 )
 
 
