@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from metatokens.errors import UserError
@@ -63,7 +62,7 @@ def attention_by_heads(
         The output, (batch, length, heads, head size), and no weights.
     """
     if not isinstance(attention_mask, MasksOfHeads):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return chunked_attention(module, query, key, value, attention_mask, **kwargs)
     full_heads = attention_mask.full_heads
     keys, values = parts_of(key, full_heads), parts_of(value, full_heads)
     count = keys.forgetting.shape[1] + keys.full.shape[1]
