@@ -14,7 +14,7 @@ from transformers.masking_utils import sdpa_mask
 
 from metatokens.errors import UserError
 from metatokens.model.chunked_attention import chunked_attention
-from metatokens.model.forgetting_cache import Parts, other_heads, parts_of
+from metatokens.model.forgetting_cache import other_heads, parts_of
 
 NAME = "sdpa_by_heads"  # of the attention function
 # The attention functions that take `MasksOfHeads`, by name. Who registers one adds it.
@@ -43,8 +43,8 @@ class MasksOfHeads(NamedTuple):
 def attention_by_heads(
     module: nn.Module,
     query: Tensor,
-    key: Tensor | Parts,
-    value: Tensor | Parts,
+    key: Any,
+    value: Any,
     attention_mask: Tensor | MasksOfHeads | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
