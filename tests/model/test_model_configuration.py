@@ -29,6 +29,7 @@ from tests.model.tiny_models import tiny_config
         ({"text_full_layers": [2]}, "text_full_layers is .* of 0 to 1"),
         ({"rope_layers": []}, "rope_layers is .*; without positions"),
         ({"text_full_layers": [0]}, "text_full_layers needs a text_window"),
+        ({"text_full_heads": [[0, 0]]}, "text_full_heads is for pretrained models"),
         ({"text_window": 0}, "text_window must be at least 1"),
         ({"text_window": 8, "text_sinks": -1}, "and text_sinks at least 0"),
         (

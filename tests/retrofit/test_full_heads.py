@@ -1,5 +1,6 @@
 """Key-value heads that see all text, in blocks whose other heads forget it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from metatokens import load_meta, save_meta, set_text_window
 from metatokens.decoder import measure_cache_share
 from metatokens.errors import UserError
 from metatokens.model.chunked_attention import CHUNK
+from metatokens.model.forgetting_cache import LayerOfHeads
 from tests.checkpointing import checkpoint_activations
 from tests.model.agreement import Gradients, assert_gradients_close, gradients_by
 from tests.model.in_pieces import in_steps, sizes_of
@@ -145,7 +147,6 @@ def test_heads_are_changed_and_all_heads_of_a_block_are_a_full_block() -> None:
     assert error(heads_and_block, expected) > 0.01
 
     set_text_window(model, None)
-    model(IDS)
     assert model.config._attn_implementation == "sdpa"
     assert model.config.text_full_heads is None
     assert model.config.text_full_layers is None
@@ -193,6 +194,67 @@ def test_a_model_of_this_package_has_no_full_heads() -> None:
     model = tiny_model()
     with pytest.raises(UserError, match="give full_layers to this one"):
         set_text_window(model, 5, full_heads=[(0, 0)])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_compiled_model_reads_with_a_cache(name: str) -> None:
+    model = with_full_heads(name)
+    expected, _ = in_steps(model, IDS, MASK, (40, 42))
+    compiled = torch.compile(model, backend="eager")
+
+    logits, _ = in_steps(compiled, IDS, MASK, (40, 42))
+
+    assert error(logits[MASK.bool()], expected[MASK.bool()]) < ROUNDED
+
+
+@torch.no_grad()
+def test_other_heads_take_the_place_of_a_block_that_heads_filled() -> None:
+    model = forgetful_retrofit("llama", ())
+    set_text_window(model, WINDOW, SINKS, full_heads=[(0, 0), (0, 1)])
+    assert model.config.text_full_layers == [0]
+    set_text_window(model, WINDOW, SINKS, full_heads=[(1, 0)])
+    assert (model.config.text_full_layers, model.config.text_full_heads) == (None, [[1, 0]])
+
+
+@torch.no_grad()
+def test_a_cache_stays_as_it_was_where_the_attention_function_is_refused() -> None:
+    model, row = with_full_heads("llama"), IDS[:1]
+    expected = model(row, use_cache=False).logits[:, 40:]
+    held = model(row[:, :40], use_cache=True).past_key_values
+    model.set_attn_implementation("eager")
+    with pytest.raises(UserError, match="this model has 'eager'"):
+        model(row[:, 40:], past_key_values=held)
+    model.set_attn_implementation("sdpa")
+    assert error(model(row[:, 40:], past_key_values=held).logits, expected) < ROUNDED
+
+
+def test_a_base_that_mixes_its_heads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = forgetful_retrofit("llama", ())
+    update = LayerOfHeads.update
+
+    def mixed(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        keys, values = update(layer, *args, **kwargs)
+        return keys, values._replace(full=values.full.flip(2))
+
+    monkeypatch.setattr(LayerOfHeads, "update", mixed)
+    with pytest.raises(UserError, match=r"cannot be told apart.*changes what it predicts"):
+        set_text_window(model, WINDOW, SINKS, full_heads=HEADS)
+    assert model.config.text_full_heads is None
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("heads", [[[0, 7]], [[0, 0], [0, 1]]], ids=str)
+def test_a_configuration_with_heads_that_are_not_there_is_refused(
+    heads: list[list[int]], tmp_path: Path
+) -> None:
+    with_full_heads("llama").save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["meta_attention"]["text_full_heads"] = heads
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(UserError, match="text_full_heads does not fit a block with 2 key-value"):
+        model(IDS)
 
 
 def test_a_cache_of_other_heads_is_refused() -> None:

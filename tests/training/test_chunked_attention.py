@@ -11,6 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from metatokens.model import chunked_attention
 from metatokens.training.pretrain import pretrain
 from tests.numbers import rounding_bound
+from tests.retrofit.forgetful import forgetful_retrofit
 from tests.training.conftest import Pretraining
 
 HEADS, KEY_HEADS, SIZE, LENGTH = 4, 2, 8, 50
@@ -79,3 +80,9 @@ def test_a_training_that_forgets_attends_by_chunks(
     assert bool(used) == is_used
     for file in (tmp_path / "run").rglob("*.json"):
         assert "by_chunks" not in file.read_text(encoding="utf-8")
+
+
+def test_a_base_that_computes_attention_itself_keeps_its_own() -> None:
+    model = forgetful_retrofit("falcon", ())
+    with chunked_attention.attention_by_chunks(model):
+        assert model.config._attn_implementation == "sdpa"

@@ -70,7 +70,8 @@ def attention_by_chunks(model: Any) -> Iterator[None]:
     """Have a model whose text is read with `sdpa` use `chunked_attention`; others stay as they are."""
     # Not by `set_attn_implementation`, which changes a model's encoders of images too.
     config = model.config.get_text_config()
-    is_replaced = config._attn_implementation == "sdpa"
+    # Falcon's attention takes the masks of `sdpa` under that name alone.
+    is_replaced = config._attn_implementation == "sdpa" and model._can_set_attn_implementation()
     if is_replaced:
         config._attn_implementation = _NAME
     try:

@@ -130,7 +130,9 @@ class MetaGPT2Config(PreTrainedConfig):
             )
 
     def validate_text_window(self) -> None:
-        """Refuse a window without a query's own position, and one without meta-tokens."""
+        """Refuse a window without a query's own position, one without meta-tokens, and full heads."""
+        if getattr(self, "text_full_heads", None) is not None:
+            raise ValueError("text_full_heads is for pretrained models: give text_full_layers")
         if self.text_window is None:
             return
         if self.text_window < 1 or self.text_sinks < 0:

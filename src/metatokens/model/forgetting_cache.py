@@ -66,28 +66,47 @@ class Parts(NamedTuple):
     full: Tensor
 
 
-def other_heads(full_heads: Sequence[int], count: int) -> list[int]:
-    """The key-value heads of a block that are not full."""
-    return [head for head in range(count) if head not in full_heads]
+class FullHeads(NamedTuple):
+    """Which key-value heads of a block keep all text; some do, and some do not.
 
+    Attributes:
+        are_full: whether each head does, up to the last one that does. As indices, a graph of torch.compile would take
+            them for inputs.
+    """
 
-def parts_of(states: Tensor | Parts, full_heads: Sequence[int]) -> Parts:
-    """The parts of keys or values, (batch, heads, tokens, head size); those of a cache are parts already."""
-    if isinstance(states, Parts):
-        return states
-    forgetting_heads = other_heads(full_heads, states.shape[1])
-    return Parts(states[:, forgetting_heads], states[:, full_heads])
+    are_full: tuple[bool, ...]
+
+    def split(self, count: int) -> tuple[list[int], list[int]]:
+        """The heads that forget text, and those that keep it, of `count` heads.
+
+        Raises:
+            UserError: if there are not so many, or all keep it.
+        """
+        full = [head for head, is_full in enumerate(self.are_full) if is_full]
+        forgetting = [head for head in range(count) if head not in full]
+        if len(self.are_full) > count or not forgetting:
+            raise UserError(
+                f"text_full_heads does not fit a block with {count} key-value heads: set_text_window writes what does."
+            )
+        return forgetting, full
+
+    def parts_of(self, states: Tensor | Parts) -> Parts:
+        """The parts of keys or values, (batch, heads, tokens, head size); those of a cache are parts already."""
+        if isinstance(states, Parts):
+            return states
+        forgetting, full = self.split(states.shape[1])
+        return Parts(states[:, forgetting], states[:, full])
 
 
 class LayerOfHeads(ForgettingLayer):
     """Mixin for the layer of a block with full heads: it holds the other heads.
 
     Attributes:
-        full_heads: the key-value heads that hold everything.
+        full_heads: which key-value heads hold everything.
         full_part: a further layer of the cache, which holds them.
     """
 
-    full_heads: Sequence[int]
+    full_heads: FullHeads
     full_part: AnyCacheLayer
 
     def update(
@@ -95,7 +114,7 @@ class LayerOfHeads(ForgettingLayer):
     ) -> tuple[Any, Any]:
         """Hold new keys and values, (batch, heads, new, head size); returns the parts of all."""
         new_keys, new_values = (
-            parts_of(states, self.full_heads) for states in (key_states, value_states)
+            self.full_heads.parts_of(states) for states in (key_states, value_states)
         )
         keys, values = super().update(new_keys.forgetting, new_values.forgetting, *args, **kwargs)
         full_keys, full_values = self.full_part.update(new_keys.full, new_values.full)
@@ -256,11 +275,13 @@ def make_forgetting(cache: Any, config: Any) -> None:
         layer.full_heads, layer.full_part = full_heads[block], part
 
 
-def full_heads_by_block(config: Any) -> dict[int, list[int]]:
+def full_heads_by_block(config: Any) -> dict[int, FullHeads]:
     """The full heads of each block that has some; only retrofitted models have any."""
-    by_block: dict[int, list[int]] = {}
+    by_block: dict[int, FullHeads] = {}
     for block, head in getattr(config, "text_full_heads", None) or ():
-        by_block.setdefault(block, []).append(head)
+        before = by_block[block].are_full if block in by_block else ()
+        between = (False,) * (head - len(before))
+        by_block[block] = FullHeads((*before, *between, True))
     return by_block
 
 

@@ -13,7 +13,7 @@ base makes its own, unless it forgets text.
 | packed               | the tokens of their own sequence                  | `packed_sequences`       |
 | with a mask of 4-D   | what the mask shows                               | `_causal_mask`           |
 | with a `text_window` | meta-tokens, the first tokens, and the last ones; | `ForgettingRule`         |
-|                      | in full blocks everything                         |                          |
+|                      | in full blocks and heads everything               |                          |
 | of an engine         | what the engine's pages hold of their own request | the engine               |
 
 Of these, meta-attention sees the meta-tokens alone: that is the paper's P, which `attention.py` computes. Padding is no
@@ -250,7 +250,7 @@ class Visibility:
         """What the tokens of this pass see. A cache that forgets text takes note of them.
 
         Args:
-            config: the model's, with `position_embedding`, `text_window`, `text_sinks` and `text_full_layers`.
+            config: the model's, with `position_embedding`, `text_window` and the fields about it.
             is_meta: (batch, length) bool, which tokens are meta-tokens; padding does not count.
             attention_mask: (batch, cached + length or more), 1 at real tokens; one of four dimensions; a dictionary of
                 such masks by kind of layer; or None.

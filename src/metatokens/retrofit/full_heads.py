@@ -4,7 +4,6 @@ The heads of a block attend apart: keys that one head sees are no keys of anothe
 of one, and an attention function that reads both.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from transformers.masking_utils import sdpa_mask
 
 from metatokens.errors import UserError
 from metatokens.model.chunked_attention import chunked_attention
-from metatokens.model.forgetting_cache import other_heads, parts_of
+from metatokens.model.forgetting_cache import FullHeads
 
 NAME = "sdpa_by_heads"  # of the attention function
 # The attention functions that take `MasksOfHeads`, by name. Who registers one adds it.
@@ -27,16 +26,17 @@ class MasksOfHeads(NamedTuple):
     Attributes:
         forgetting: of the heads that forget text, (batch, 1, length, held) bool.
         full: of the heads that see all text, (batch, 1, length, keys) bool.
-        full_heads: the key-value heads that see all text.
+        full_heads: which key-value heads see all text.
     """
 
     forgetting: Tensor
     full: Tensor
-    full_heads: Sequence[int]
+    full_heads: FullHeads
 
     def of_each_head(self, count: int) -> Tensor:
         """One mask for `count` key-value heads, (batch, count, length, keys), of a pass without a cache."""
-        masks = [self.full if head in self.full_heads else self.forgetting for head in range(count)]
+        _, full = self.full_heads.split(count)
+        masks = [self.full if head in full else self.forgetting for head in range(count)]
         return torch.cat(masks, dim=1)
 
 
@@ -63,24 +63,23 @@ def attention_by_heads(
     """
     if not isinstance(attention_mask, MasksOfHeads):
         return chunked_attention(module, query, key, value, attention_mask, **kwargs)
-    full_heads = attention_mask.full_heads
-    keys, values = parts_of(key, full_heads), parts_of(value, full_heads)
+    keys, values = (attention_mask.full_heads.parts_of(states) for states in (key, value))
     count = keys.forgetting.shape[1] + keys.full.shape[1]
-    forgetting_heads = other_heads(full_heads, count)
+    forgetting, full = attention_mask.full_heads.split(count)
     queries = query.unflatten(1, (count, -1))
 
-    def attend(heads: Sequence[int], keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    def attend(heads: list[int], keys: Tensor, values: Tensor, mask: Tensor) -> dict[int, Tensor]:
+        """The output of each of these heads, (batch, length, queries of a head, head size)."""
         of_heads = queries[:, heads].flatten(1, 2)
         output, _ = chunked_attention(module, of_heads, keys, values, mask, **kwargs)
-        return output.unflatten(2, (len(heads), -1))
+        by_head = output.unflatten(2, (len(heads), -1)).unbind(dim=2)
+        return dict(zip(heads, by_head, strict=True))
 
-    outputs = [
-        attend(forgetting_heads, keys.forgetting, values.forgetting, attention_mask.forgetting),
-        attend(full_heads, keys.full, values.full, attention_mask.full),
-    ]
-    order = [*forgetting_heads, *full_heads]
-    output = torch.cat(outputs, dim=2)[:, :, [order.index(head) for head in range(count)]]
-    return output.flatten(2, 3), None
+    outputs = {
+        **attend(forgetting, keys.forgetting, values.forgetting, attention_mask.forgetting),
+        **attend(full, keys.full, values.full, attention_mask.full),
+    }
+    return torch.cat([outputs[head] for head in range(count)], dim=2), None
 
 
 AttentionInterface.register(NAME, attention_by_heads)

@@ -75,13 +75,13 @@ def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if cache is not None and decoder.meta_settings.layers:
         # A cache of a fixed size gets further layers.
         add_second_layers(cache, decoder.meta_cache_layers, decoder.meta_settings.head_size)
+    has_full_heads = bool(full_heads_by_block(decoder.meta_config))
+    set_attention_by_heads(decoder.config, has_full_heads=has_full_heads)
     form = _form(decoder, kwargs, cache)
     if form == "dense":
         visibility = _visibility(decoder, is_meta, kwargs, cache, form)
     else:
         visibility = _visibility_outside_graph(decoder, is_meta, kwargs, cache, form)
-    has_full_heads = bool(full_heads_by_block(decoder.meta_config))
-    set_attention_by_heads(decoder.config, has_full_heads=has_full_heads)
     masks = _masks_of_blocks(decoder, visibility)
     running: Any = current().running
     if decoder.config._attn_implementation in ("sdpa", "eager", "flex_attention"):

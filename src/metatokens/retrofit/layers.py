@@ -5,7 +5,7 @@ meta-tokens when it is recomputed.
 """
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from transformers import initialization as init
 from metatokens.errors import UserError
 from metatokens.model.attention import MetaAttention
 from metatokens.model.cache import SecondStore
+from metatokens.model.forgetting_cache import FullHeads
 from metatokens.model.mixins import add_mixin
 from metatokens.model.rows import GatheredRows
 from metatokens.model.visibility import seen_by_a_head
@@ -133,13 +134,13 @@ class MetaBlock(nn.Module):
 
     Attributes:
         sees_all_text: whether the block has, in a decoder that forgets text, a mask that shows all of it.
-        full_heads: if not, its key-value heads that have such a mask.
+        full_heads: if only some of its key-value heads do, which.
     """
 
     meta_attention: MetaModule
     meta_point_has_residual: bool
     sees_all_text = False
-    full_heads: Sequence[int] = ()
+    full_heads: FullHeads | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block with the current pass."""
@@ -155,11 +156,13 @@ class MetaBlock(nn.Module):
             elif bool(joined):
                 raise UserError(_JOINED)
             running.sequences = None
-        if running.masks is not None and (self.sees_all_text or self.full_heads):
+        if running.masks is not None and (self.sees_all_text or self.full_heads is not None):
             shared, full = running.masks
             if not any(value is shared for value in (*args, *kwargs.values())):
                 raise UserError(_OWN_MASKS)
-            mask = full if self.sees_all_text else MasksOfHeads(shared, full, self.full_heads)
+            mask = full
+            if self.full_heads is not None:
+                mask = MasksOfHeads(shared, full, self.full_heads)
             args = tuple(mask if value is shared else value for value in args)
             kwargs = {name: mask if value is shared else value for name, value in kwargs.items()}
         # Not in `forward`, which activation checkpointing runs again, after the pass.
@@ -188,7 +191,7 @@ class MetaBlock(nn.Module):
 
 
 def set_full(
-    blocks: Iterable[nn.Module], full_layers: Collection[int], full_heads: dict[int, list[int]]
+    blocks: Iterable[nn.Module], full_layers: Collection[int], full_heads: dict[int, FullHeads]
 ) -> None:
     """Have these blocks, these heads of other blocks, and no others see all text in a decoder that forgets text."""
     for number, block in enumerate(blocks):
@@ -196,7 +199,7 @@ def set_full(
             change_class(block, MetaBlock)
         if isinstance(block, MetaBlock):
             block.sees_all_text = number in full_layers
-            block.full_heads = full_heads.get(number, ())
+            block.full_heads = full_heads.get(number)
 
 
 def change_class(module: Any, mixin: type) -> None:

@@ -163,7 +163,9 @@ class _Run:
             for head in range(count)
         ]
         # Refuses what cannot forget, and heads that are not there.
-        apply_text_window(retrofit, 1, full_heads=recipe.cache.full_heads or self.heads[:1])
+        some_heads = self.heads[: min(1, self._number_of_full_heads)]
+        full_heads = recipe.cache.full_heads
+        apply_text_window(retrofit, 1, full_heads=some_heads if full_heads is None else full_heads)
         rule = recipe.cache.landmarks
         self.landmarks = None if rule is None else Landmarks(self.tokenizer, rule)
         self.length = min(recipe.cache.length, self.limit)
