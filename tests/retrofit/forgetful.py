@@ -18,7 +18,8 @@ from tests.model.dense_oracle import DenseOracle
 from tests.model.generating import Score
 from tests.model.text_window import FULL, SINKS, SMALL, WINDOW, seen_in_blocks
 from tests.model.tiny_models import META, tiny_model
-from tests.retrofit.architectures import ROUNDED, base, train_like
+from tests.numbers import decoder_roundings, rounding_error
+from tests.retrofit.architectures import ROUNDED, base, error, train_like
 from tests.retrofit.callers import SETTINGS
 
 RETROFITS = (
@@ -75,6 +76,16 @@ def tolerance_of(model: PreTrainedModel) -> float:
     if model.dtype == torch.float64:
         return TOLERANCE[model.config.position_embedding]
     return ROUNDED
+
+
+def assert_differ_by_rounding(logits: Tensor, expected: Tensor) -> None:
+    """Logits of texts of 44 tokens at most, (tokens, entries), differ from the expected ones by rounding alone."""
+    dtype = logits.dtype
+    roundings = decoder_roundings(dtype, blocks=4, width=64, length=44)
+    expected_error = rounding_error(dtype, roundings, float(expected.float().std()))
+    # The mean, since rounding may send some tokens to another expert.
+    assert (logits - expected).float().abs().mean() < expected_error
+    assert dtype != torch.float32 or error(logits, expected) < ROUNDED
 
 
 @torch.no_grad()

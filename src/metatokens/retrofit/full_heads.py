@@ -21,7 +21,7 @@ TAKE_MASKS_OF_HEADS = {NAME}
 
 
 class MasksOfHeads(NamedTuple):
-    """What a block with full heads gets in place of a mask.
+    """The two masks of a block with full heads, in place of one.
 
     Attributes:
         forgetting: of the heads that forget text, (batch, 1, length, held) bool.

@@ -156,17 +156,26 @@ class MetaBlock(nn.Module):
             elif bool(joined):
                 raise UserError(_JOINED)
             running.sequences = None
-        if running.masks is not None and (self.sees_all_text or self.full_heads is not None):
-            shared, full = running.masks
-            if not any(value is shared for value in (*args, *kwargs.values())):
-                raise UserError(_OWN_MASKS)
-            mask = full
-            if self.full_heads is not None:
-                mask = MasksOfHeads(shared, full, self.full_heads)
-            args = tuple(mask if value is shared else value for value in args)
-            kwargs = {name: mask if value is shared else value for name, value in kwargs.items()}
+        if running.masks is not None:
+            args, kwargs = self._with_mask(running.masks, args, kwargs)
         # Not in `forward`, which activation checkpointing runs again, after the pass.
         return super().__call__(*args, meta_context=running.context, **kwargs)
+
+    def _with_mask(
+        self, masks: tuple[Any, Any], args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        """The inputs of the block, with its mask in place of the one that every block is given."""
+        shared, full = masks
+        if self.full_heads is not None:
+            mask = MasksOfHeads(shared, full, self.full_heads)
+        elif self.sees_all_text:
+            mask = full
+        else:
+            return args, kwargs
+        if not any(value is shared for value in (*args, *kwargs.values())):
+            raise UserError(_OWN_MASKS)
+        args = tuple(mask if value is shared else value for value in args)
+        return args, {name: mask if value is shared else value for name, value in kwargs.items()}
 
     def forward(
         self,

@@ -51,10 +51,9 @@ def set_text_window(
         sinks: all queries see the positions below this number, by `position_ids` if they are given; None: as many as
             before, which is 4 at first.
         full_layers: the blocks, counted from 0, that keep all text and see it. Models look things up in few blocks.
-            None: the same as before, which is none at first.
         full_heads: the key-value heads of a retrofitted model that do the same: pairs of a block and a head, counted
-            from 0. They need `sdpa`. A block all of whose heads are full becomes one of the full layers. None: the same
-            as before, which is none at first; otherwise `full_layers` that are not given are none.
+            from 0. They need `sdpa`. A block all of whose heads are full becomes one of the full layers. If neither
+            blocks nor heads are given, they are the same as before, which is none at first.
 
     Raises:
         UserError: if a number is too small, or the model has no meta-token or masks of its own, such as a sliding
@@ -97,25 +96,27 @@ def apply_text_window(
         raise UserError(
             "a text_window needs meta-tokens, and this model has none: call add_meta_attention first."
         )
-    sinks = config.text_sinks if sinks is None else sinks
-    layers_are_given = full_layers is not None
-    full_layers = full_layers if layers_are_given else config.text_full_layers
+    if full_layers is None and full_heads is None:
+        full_layers = config.text_full_layers
+        full_heads = getattr(config, "text_full_heads", None)
+    if window is None:
+        full_layers = full_heads = None
     fields: dict[str, Any] = {
         "text_window": window,
-        "text_sinks": sinks,
-        "text_full_layers": None if window is None else list(full_layers or ()) or None,
+        "text_sinks": config.text_sinks if sinks is None else sinks,
+        "text_full_layers": list(full_layers or ()) or None,
     }
     if isinstance(config, MetaConfig):
-        if full_heads is None:
-            full_heads = config.text_full_heads
-        elif not layers_are_given:
-            fields["text_full_layers"] = None
-        pairs = [[*pair] for pair in full_heads or ()]
-        fields["text_full_heads"] = None if window is None else pairs or None
+        fields["text_full_heads"] = [[*pair] for pair in full_heads or ()] or None
         _apply_to_retrofit(model, fields)
-        return
-    if full_heads:
+    elif full_heads:
         raise UserError("full_heads are for pretrained models; give full_layers to this one.")
+    else:
+        _apply_to_meta_gpt2(config, fields)
+
+
+def _apply_to_meta_gpt2(config: MetaGPT2Config, fields: dict[str, Any]) -> None:
+    """Set the fields of the window in the configuration of a `MetaGPT2`, which may be wrong."""
     try:
         type(config).from_dict(config.to_dict() | fields)  # refuses what does not fit
     except StrictDataclassError as error:

@@ -47,7 +47,7 @@ def answer_logits(
         ids = question.ids if landmarks is None else landmarks.insert_into(question.ids, start)
         rows.append([*ids, *question.answer[:-1]])
     longest = max(map(len, rows))
-    # What pads a row comes after all tokens of it.
+    # Padding comes after the tokens of its row, so it changes none of them.
     padded = [row + row[-1:] * (longest - len(row)) for row in rows]
     repeated = copy.deepcopy(cache)
     repeated.batch_repeat_interleave(len(rows))

@@ -17,7 +17,7 @@ Head = tuple[int, int]  # a block, and one of its key-value heads, from 0
 
 
 class HeadLoss(BaseModel):
-    """What answers cost if one key-value head forgets, or none.
+    """The loss of answers if one key-value head forgets the text, or none does.
 
     Attributes:
         head: a block, and one of its heads; None: none forgets.
@@ -48,7 +48,7 @@ def losses_of_heads(
     for done, forgetting in enumerate((None, *heads), start=1):
         if forgetting is not None:
             others = [head for head in heads if head != forgetting]
-            apply_text_window(model, window, full_layers=[], full_heads=others)
+            apply_text_window(model, window, full_heads=others)
         losses.append(_loss(model, tests, forgetting))
         watch(done, len(heads) + 1)
     apply_text_window(model, None)

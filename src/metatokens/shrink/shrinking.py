@@ -306,7 +306,7 @@ class _Run:
         return max(1, int(len(self.heads) * cache.keep * 4 // 5))
 
     def head_losses(self, watch: Watch) -> list[HeadLoss]:
-        """What answers cost if a head forgets."""
+        """The loss of answers if one head after another forgets the text, measured once."""
         file = self.out / "heads.json"
         if not file.exists():
             texts = [
