@@ -37,7 +37,7 @@ TINY_MODEL = (
 )
 TINY_SHRINK = (
     "--set 'tests.texts={128: 1}' --set tests.excerpts=2 --set tests.choosing=1 --set 'tests.cost_lengths=[64]' "
-    "--set mixture.longest=128 --set mixture.tokens=128 --set cache.full_blocks=0 --set cache.length=512"
+    "--set mixture.longest=128 --set mixture.tokens=128 --set cache.number_of_full_heads=0 --set cache.length=512"
 )
 SMALLER = {
     "train:4096": "train:768",
