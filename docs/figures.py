@@ -30,9 +30,10 @@ from metatokens.paper.report.make_table import Cell, Fields, Table, make_table
 from metatokens.paper.report.text import NOT_RUN, PERCENT, Form, name, number
 from metatokens.paper.rule import Effect, effect
 from metatokens.records import Result, read_lines, unpack_hits
+from metatokens.shrink.lookups import CHAT
 from metatokens.shrink.measuring import EXCERPT
 from metatokens.shrink.measuring import FACTS as FACTS_OF_A_TEXT
-from metatokens.tasks import TASKS
+from metatokens.tasks import TASKS, list_recall, parity
 from results.covered_text import judge as covered_text
 from results.seeds import Mean
 from results.shrink import judge as shrink_judge
@@ -41,6 +42,7 @@ from results.shrink import own_tests
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
     *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "README.md",
     ROOT / "results/forget/README.md",
     ROOT / "results/covered_text/README.md",
 )
@@ -272,6 +274,16 @@ def share(mean: Mean) -> str:
 
 def covered_recall() -> str:
     """List recall of twelve seeds, with the text in sight and covered."""
+    return covered_task("list_recall")
+
+
+def covered_parity() -> str:
+    """Parity of twelve seeds, with the text in sight and covered."""
+    return covered_task("parity")
+
+
+def covered_task(task: str) -> str:
+    """A task of twelve seeds, with the text in sight and covered."""
     columns: dict[str, Fields] = {
         "in sight, 128 tokens": {"text": "in_sight", "length": 128},
         "covered, 128": {"length": 128},
@@ -281,9 +293,9 @@ def covered_recall() -> str:
     rows = []
     for label, model in LABELS.items():
         if model in COVERED:
-            means = [mean_over_seeds(model, "list_recall", **where) for where in columns.values()]
+            means = [mean_over_seeds(model, task, **where) for where in columns.values()]
             rows.append((label, *map(share, means)))
-    return Table("", ("list recall, exactly right, %", *columns), rows).markdown()
+    return Table("", (f"{name(task).lower()}, exactly right, %", *columns), rows).markdown()
 
 
 def covered_cuts() -> str:
@@ -494,9 +506,36 @@ def shrunk() -> str:
         runs = "-" if model == "base" else number(seeds)
         loss = "0" if model == "full" else nats(prose)
         rows.append((Markup(label), runs, share, *answered, loss))
+    ratios = (share_of_full(findings, length) for length in findings.lengths)
+    rows.append(("found, as a share of the full cache's", "", "", *ratios, ""))
     heads = (f"found in {number(length)} tokens, %" for length in findings.lengths)
     columns = ("", "trainings", "kept of 4,096 tokens, %", *heads, "prose, nats a token")
     return Table("", columns, rows).markdown()
+
+
+def shrunk_in_short() -> str:
+    """What seed 0 keeps and finds at 4,096 tokens, next to the full cache after the same training."""
+    lines = own_tests.of_main_runs(lines_on_shrinking())
+    lines = [line for line in lines if line.length == 4096 and line.seed == 0]
+    rows = []
+    for model, label in {
+        "full": "full cache, the same training",
+        "shrunk": "nine full heads",
+    }.items():
+        cells = [
+            shrink_judge.cell(shrink_judge.Findings(lines, kinds, FACTS_OF_A_TEXT), model, 4096)
+            for kinds in (own_tests.NEW, (CHAT,))
+        ]
+        rows.append((label, shrink_judge.kept_share(lines, model, 4096), *cells))
+    columns = ("4,096 tokens, %", "keys and values kept", "look-ups answered", "those in a chat")
+    return Table("", columns, rows).markdown()
+
+
+def share_of_full(findings: shrink_judge.Findings, length: int) -> str:
+    """What the shrunk model finds, in % of what the full cache finds after the same training."""
+    shrunk, full = findings.shares("shrunk", length), findings.shares("full", length)
+    ratio, low, high = shrink_judge.with_interval(np.divide, shrunk, full)
+    return f"{100 * ratio:.0f} ({100 * low:.0f} to {100 * high:.0f})"
 
 
 def nats(difference: tuple[float, float, float] | None) -> str:
@@ -555,8 +594,8 @@ FIGURES = {
     function.__name__: function
     for function in (
         answers, differences, tasks, unmarked, more_steps, long_prompts, cost, demo_tasks, added, long_texts,
-        covered_recall, covered_cuts,
-        full_differences, forgetting_tasks, shrunk, shrunk_by_kind, shrunk_cost,
+        covered_recall, covered_parity, covered_cuts,
+        full_differences, forgetting_tasks, shrunk, shrunk_in_short, shrunk_by_kind, shrunk_cost,
     )
 }  # fmt: skip
 FIGURES |= {
@@ -596,35 +635,49 @@ def draw(path: Path) -> None:
 
 
 def draw_covered(figure: SubFigure) -> None:
-    """Draw list recall of three models with all text in sight, and with the text covered."""
-    axis = figure.subplots()
+    """Draw what three models answer with all text in sight, and with the text covered: one panel for each task."""
+    chances = {"list_recall": list_recall.CHANCE, "parity": parity.CHANCE}
+    axes = figure.subplots(1, len(chances), sharey=True)
+    for axis, (task, chance) in zip(axes, chances.items(), strict=True):
+        draw_covered_task(axis, task)
+        axis.axhline(100 * chance, color=GREY, linestyle=":", label="guessing")
+        axis.set_title(name(task), fontweight="bold")
+    axes[0].set(ylim=(-3, 119), yticks=range(0, 101, 25), ylabel="exactly right at 128 tokens, %")
+    figure.legend(
+        *axes[0].get_legend_handles_labels(),
+        frameon=False,
+        labelcolor=GREY,
+        loc="outside lower center",
+        ncols=3,
+        columnspacing=1.2,
+        handlelength=1.4,
+    )
+
+
+def draw_covered_task(axis: Axes, task: str) -> None:
+    """Draw what three models answer of one task: pale bars with all text in sight, dark ones with the text covered."""
     looks = {
-        "in_sight": ("the text in sight", -0.2, 0.35),
-        "covered": ("the text covered", 0.2, 1.0),
+        "in_sight": ("text in sight", -0.2, 0.35),
+        "covered": ("text covered", 0.2, 1.0),
     }
     for text, (label, shift, opacity) in looks.items():
         for x, model in enumerate(COVERED):
-            mean = mean_over_seeds(model, "list_recall", text=text)
+            mean = mean_over_seeds(model, task, text=text)
             value, low, high = 100 * mean.value, 100 * mean.low, 100 * mean.high
             colour = STYLES[model].colour
             axis.bar(x + shift, value, 0.36, color=colour, alpha=opacity)
-            axis.errorbar(x + shift, value, [[value - low], [high - value]], color=GREY, capsize=4)
+            axis.errorbar(x + shift, value, [[value - low], [high - value]], color=GREY, capsize=3)
             axis.annotate(
-                f"{value:.1f}",
+                f"{value:.0f}",
                 (x + shift, min(high, 100)),
                 (0, 4),
                 textcoords="offset points",
                 ha="center",
-                fontsize=9.5,
+                fontsize=8.5,
             )
         axis.bar(0, 0, color=GREY, alpha=opacity, label=label)
     axis.set_xticks(range(len(COVERED)), COVERED)
-    axis.set(ylim=(-3, 119), yticks=range(0, 101, 25), ylabel="exactly right, %")
-    axis.set_title("List recall at 128 tokens", fontweight="bold")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(
-        frameon=False, labelcolor=GREY, loc="upper center", bbox_to_anchor=(0.5, -0.09), ncols=2
-    )
 
 
 def draw_cuts(path: Path) -> None:
@@ -693,7 +746,7 @@ def draw_lengths(figure: SubFigure) -> None:
     )
 
 
-def draw_full_blocks(path: Path) -> None:
+def draw_shrunk(path: Path) -> None:
     """Draw what SmolLM2-135M finds, by the length of the text and the cache."""
     lines = own_tests.of_main_runs(lines_on_shrinking())
     findings = shrink_judge.Findings(lines, own_tests.NEW, FACTS_OF_A_TEXT)
@@ -757,5 +810,5 @@ if __name__ == "__main__":
         document.write_text(filled(document.read_text(encoding="utf-8")), encoding="utf-8")
     draw(ROOT / "docs/images/accuracy.svg")
     draw_cuts(ROOT / "docs/images/covered_text.svg")
-    draw_full_blocks(ROOT / "docs/images/full_blocks.svg")
+    draw_shrunk(ROOT / "docs/images/shrunk.svg")
     draw_forgetting(ROOT / "docs/images/forgetting.svg")

@@ -213,7 +213,7 @@ def test_without_the_harness_one_sentence_says_what_to_install(
         runpy.run_module("metatokens.evaluation.lm_eval", run_name="__main__")
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
-        "metatokens: lm-evaluation-harness is missing: pip install 'metatokens[lm-eval]'.\n"
+        "metatokens: lm-evaluation-harness is missing: pip install lm-eval.\n"
     )
 
 

@@ -335,7 +335,7 @@ class ShrinkTestSettings(_Settings):
     ]  # with new look-ups, by length in tokens; those up to the model's limit are used
     excerpts: Annotated[int, Field(ge=2)]  # of prose, as long as the longest text of the training
     replies: AtLeastZero  # of the model itself to other requests
-    choosing: Positive  # texts to choose blocks by
+    choosing: Positive  # texts to choose full heads by
     cost_lengths: tuple[Positive, ...]
     cost_rounds: Positive
 

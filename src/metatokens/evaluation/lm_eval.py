@@ -28,7 +28,7 @@ except ModuleNotFoundError:
     if __name__ != "__main__":
         raise
     print(
-        "metatokens: lm-evaluation-harness is missing: pip install 'metatokens[lm-eval]'.",
+        "metatokens: lm-evaluation-harness is missing: pip install lm-eval.",
         file=sys.stderr,
     )
     sys.exit(2)

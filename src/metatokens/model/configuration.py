@@ -19,7 +19,7 @@ UNSAVED = "this model was not saved as it is: call model.save_pretrained(folder)
 # For programs that have not imported this package: a saved configuration names this file, which imports the classes.
 # They need `trust_remote_code=True`, and the package installed.
 REMOTE_CODE_FILE = "metatokens_classes.py"
-_REMOTE_CODE = """# pip install metatokens
+_REMOTE_CODE = """# needs the package metatokens
 from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM, MetaGPT2Model, MetaTokensConfig
 """
 _AUTO_MAP = {

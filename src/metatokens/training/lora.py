@@ -20,7 +20,7 @@ def with_lora(model: Any, rank: int) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise UserError("training.lora_rank needs PEFT: pip install 'metatokens[lora]'.") from error
+        raise UserError("training.lora_rank needs PEFT: pip install peft.") from error
     settings = LoraConfig(
         task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear"
     )
