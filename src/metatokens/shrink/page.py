@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 
 from metatokens.evaluation.intervals import clustered_interval, normal_interval
 from metatokens.files import write_whole
-from metatokens.looking.style import FURTHER, STYLES, Style, line, png, small_multiples
+from metatokens.looking.style import FURTHER, STYLES, line, png, small_multiples
 from metatokens.records import Result, unpack_hits
 from metatokens.shrink.choosing import Head, HeadLoss
 from metatokens.shrink.cost import Cost
@@ -107,18 +107,12 @@ class Findings:
     @property
     def reference(self) -> str | None:
         """The model to compare with: the full cache, trained alike, or else as it was; None if neither is measured."""
-        measured = [name for name in (TRAINED_FULL, BASE) if name in self.models]
-        return measured[0] if measured else None
+        return next((name for name in (TRAINED_FULL, BASE) if name in self.models), None)
 
     @property
     def usual_length(self) -> int:
         """The longest measured length up to `length`; the shortest of all if there is none."""
         return max([length for length in self.lengths if length <= self.length] or self.lengths[:1])
-
-    @property
-    def seed(self) -> int:
-        """The seed of the training."""
-        return self.results[0].seed
 
     @property
     def models(self) -> list[str]:
@@ -217,31 +211,25 @@ def write_page(findings: Findings, file: Path) -> None:
 
 def _picture(findings: Findings) -> bytes:
     """What is found against what is kept, and against the length of the text."""
-    styles = dict(zip(findings.models, [*STYLES.values(), *FURTHER], strict=False))
+    lengths, models = findings.lengths, findings.models
+    styles = dict(zip(models, [*STYLES.values(), *FURTHER], strict=False))
+    answered = {
+        model: [findings.new(model, length).percent for length in lengths] for model in models
+    }
 
     def by_length(axes: Axes) -> None:
-        for model in findings.models:
-            shares = [findings.new(model, length).percent for length in findings.lengths]
-            axes.plot(findings.lengths, shares, label=model, **line(styles[model]))
+        for model in models:
+            axes.plot(lengths, answered[model], label=model, **line(styles[model]))
         axes.set_xscale("log", base=2)
-        axes.set_xticks(findings.lengths, [f"{length:,}" for length in findings.lengths])
-        axes.set_xlabel("tokens of the text")
-        axes.set_ylabel("found, %")
-        axes.set_ylim(-3, 103)
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        axes.set(xlabel="tokens of the text", ylabel="found, %", ylim=(-3, 103))
 
     def by_share(axes: Axes) -> None:
-        for model in findings.models:
-            _draw_found_against_kept(axes, findings, model, styles[model])
-        axes.set_xlabel("keys and values kept, %")
-        axes.set_ylabel("found, %")
-        axes.set_ylim(-3, 103)
+        for model in models:
+            shares_kept = [100 * findings.share_kept(model, length) for length in lengths]
+            points = line(styles[model], linestyle="none")
+            axes.plot(shares_kept, answered[model], label=model, **points)
+        axes.set(xlabel="keys and values kept, %", ylabel="found, %", ylim=(-3, 103))
 
     panels = {"Found, by the length of the text": by_length, "Found, by what is kept": by_share}
-    return png(small_multiples(panels, findings.models))
-
-
-def _draw_found_against_kept(axes: Axes, findings: Findings, model: str, style: Style) -> None:
-    """A point for each length of the texts."""
-    shares_kept = [100 * findings.share_kept(model, length) for length in findings.lengths]
-    shares = [findings.new(model, length).percent for length in findings.lengths]
-    axes.plot(shares_kept, shares, label=model, **line(style, linestyle="none"))
+    return png(small_multiples(panels, models))
