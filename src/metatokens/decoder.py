@@ -232,7 +232,7 @@ def continue_prompts(
         )
         length = ids.shape[1]
         for row, sequence in zip(rows, output.sequences.tolist(), strict=True):
-            new_ids = _up_to_end(sequence[length:], ends)
+            new_ids = up_to_end(sequence[length:], ends)
             with_metas = sequence[:length] + new_ids
             for position in reversed(getattr(output[CACHE], "inserted", [])):
                 if position < length + len(new_ids):
@@ -241,7 +241,7 @@ def continue_prompts(
             yield Continuation(text, tokenizer.decode(with_metas[length - len(row) :]))
 
 
-def _up_to_end(ids: list[int], ends: Sequence[int | None]) -> list[int]:
+def up_to_end(ids: list[int], ends: Sequence[int | None]) -> list[int]:
     """Generated ids without the padding after their end of text."""
     for index, token in enumerate(ids, start=1):
         if token in ends:
