@@ -92,13 +92,12 @@ def add_meta_attention(
         base_weights=weights_checksum(base),
         base_rows=rows,
     )
-    if tokenizer is None:
-        assert meta_token_id is not None  # as checked
-        convert(base, settings, meta_token_id, rows, freeze=freeze)
-    else:
+    in_use, start = rows, []
+    if tokenizer is not None:
         meta_token_id = _add_to_tokenizer(tokenizer)
-        in_use = max(rows, len(tokenizer))
-        convert(base, settings, meta_token_id, in_use, freeze=freeze, start=_separators(tokenizer))
+        in_use, start = max(rows, len(tokenizer)), _separators(tokenizer)
+    assert meta_token_id is not None  # as checked
+    convert(base, settings, meta_token_id, in_use, freeze=freeze, start=start)
     return model
 
 

@@ -70,13 +70,11 @@ def set_text_window(
 
 def text_window_of(config: Any) -> dict[str, Any]:
     """The arguments of `set_text_window` that a model was given; none if it cannot have a window."""
-    names = {
-        "window": "text_window",
-        "sinks": "text_sinks",
-        "full_layers": "text_full_layers",
-        "full_heads": "text_full_heads",
+    return {
+        name: getattr(config, f"text_{name}")
+        for name in ("window", "sinks", "full_layers", "full_heads")
+        if hasattr(config, f"text_{name}")
     }
-    return {name: getattr(config, field) for name, field in names.items() if hasattr(config, field)}
 
 
 def apply_text_window(
