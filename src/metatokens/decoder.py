@@ -28,10 +28,7 @@ def decoder_of(model: PreTrainedModel) -> tuple[Any, Any]:
     """
     count = model.config.get_text_config().num_hidden_layers
     # In some models, get_decoder() returns a head.
-    for root in (
-        model.get_decoder(),
-        model.base_model,
-    ):
+    for root in (model.get_decoder(), model.base_model):
         for module in root.modules():
             for child in module.children():
                 if isinstance(child, nn.ModuleList) and len(child) >= count:
@@ -74,9 +71,8 @@ def logits_at(
         chosen: (batch, length) bool.
         mask: (batch, 1, length, length), True where a query sees a key; by default attention is causal.
     """
-    model = getattr(
-        model, "get_base_model", lambda: model
-    )()  # unwraps PEFT's wrapper; the adapters stay
+    # Unwraps PEFT's wrapper; the adapters stay.
+    model = getattr(model, "get_base_model", lambda: model)()
     decoder, _ = decoder_of(model)
     output = decoder(input_ids, attention_mask=mask, use_cache=False)
     rows_per_piece = max(1, PIECE // model.config.get_text_config().vocab_size)

@@ -222,11 +222,8 @@ def _positions_of_rows(is_meta: Tensor, position_ids: Any) -> Tensor | None:
         return None
     if position_ids.ndim == 3 and len(position_ids) == 4:
         position_ids = position_ids[0]
-    return (
-        position_ids
-        if position_ids.ndim == 2 and position_ids.shape[1] == is_meta.shape[1]
-        else None
-    )
+    is_of_rows = position_ids.ndim == 2 and position_ids.shape[1] == is_meta.shape[1]
+    return position_ids if is_of_rows else None
 
 
 @torch.compiler.disable

@@ -25,10 +25,7 @@ def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
         field.name for field in fields(PreTrainedConfig)
     }
     # Getattr raises for some settings that vary by layer.
-    values, defaults = (
-        vars(config),
-        vars(type(config)()),
-    )
+    values, defaults = vars(config), vars(type(config)())
     settings: dict[str, Any] = {}
     for name in sorted(declared):
         value, default = values.get(name), defaults.get(name)

@@ -92,7 +92,8 @@ def add_meta_attention(
         base_weights=weights_checksum(base),
         base_rows=rows,
     )
-    in_use, start = rows, []
+    in_use = rows
+    start: list[int] = []
     if tokenizer is not None:
         meta_token_id = _add_to_tokenizer(tokenizer)
         in_use, start = max(rows, len(tokenizer)), _separators(tokenizer)
@@ -165,10 +166,7 @@ def _add_to_tokenizer(tokenizer: PreTrainedTokenizerBase) -> int:
     """The id of a tokenizer's meta-token, which is added unless it is there."""
     if getattr(tokenizer, "meta_token", None) is None:
         # Allowed as a key.
-        tokenizer.SPECIAL_TOKENS_ATTRIBUTES = [
-            *tokenizer.SPECIAL_TOKENS_ATTRIBUTES,
-            "meta_token",
-        ]
+        tokenizer.SPECIAL_TOKENS_ATTRIBUTES = [*tokenizer.SPECIAL_TOKENS_ATTRIBUTES, "meta_token"]
         tokenizer.add_special_tokens({"meta_token": META_TOKEN})
     return tokenizer.convert_tokens_to_ids(tokenizer.meta_token)
 
