@@ -1,7 +1,6 @@
 """The page of a run of `metatokens shrink`: one self-contained HTML file."""
 
 import base64
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.axes import Axes
+from scipy.stats import sem
 
 from metatokens.evaluation.intervals import clustered_interval, normal_interval
 from metatokens.files import write_whole
@@ -156,28 +156,28 @@ class Findings:
 
     def loss_difference(self, kind: str, model: str, reference: str) -> tuple[float, float, float]:
         """Nats a token by which a model predicts excerpts or replies worse than another, with a 95 % interval."""
-        differences = np.array(self._losses(kind, model)) - np.array(self._losses(kind, reference))
+        differences = self._losses(kind, model) - self._losses(kind, reference)
         mean = float(differences.mean())
-        error = float(differences.std(ddof=1)) / math.sqrt(len(differences))
-        return mean, *normal_interval(mean, error)
+        return mean, *normal_interval(mean, float(sem(differences)))
 
     def mean_loss(self, kind: str, model: str) -> float:
         """Nats a token of excerpts or replies."""
-        return float(np.mean(self._losses(kind, model)))
+        return float(self._losses(kind, model).mean())
 
     @property
     def predicted(self) -> list[str]:
         """What perplexities are of: excerpts, and replies if there are several."""
         return [kind for kind in (EXCERPT, REPLY) if len(self._losses(kind, SHRUNK)) > 1]
 
-    def _losses(self, kind: str, model: str) -> list[float]:
-        return [
-            math.log(_value(result))
+    def _losses(self, kind: str, model: str) -> np.ndarray:
+        perplexities = [
+            result.value
             for result in self.results
             if result.model == model
             and result.metric == "perplexity"
             and str(result.text).startswith(kind)
         ]
+        return np.log(np.array(perplexities, float))
 
     def _lookups(self) -> list[Result]:
         return [result for result in self.results if result.metric == "exact_match"]
@@ -186,11 +186,6 @@ class Findings:
 def name_of_head(head: Head) -> str:
     """The name of a head, as `--full-heads` takes it."""
     return ".".join(map(str, head))
-
-
-def _value(result: Result) -> float:
-    assert result.value is not None
-    return result.value
 
 
 def write_page(findings: Findings, file: Path) -> None:
