@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, Literal, get_args
@@ -183,9 +183,8 @@ class Turns:
             encode_with_control(tokenizer, part, continues=bool(number))
             for number, part in enumerate(parts)
         )
-        control_ids = list(control_texts(tokenizer.backend_tokenizer))
-        is_control = np.isin(after_answer, control_ids)
-        size = int(is_control.argmax()) + 1 if is_control.any() else 0
+        control = control_texts(tokenizer.backend_tokenizer)
+        size = next((end for end, token in enumerate(after_answer, start=1) if token in control), 0)
         return cls(opening, answering, after_answer[:size], after_answer[size:])
 
 
@@ -253,8 +252,8 @@ class Lookups:
         ends = self.prose.ends
         is_early = (ends >= start) & (ends < start + size - beyond)
         insertion_points = np.append(ends[is_early] - start + 1, 0)
-        cuts = sorted(generator.choice(insertion_points, len(stated)).tolist())
-        pieces = [text[first:last].tolist() for first, last in pairwise([0, *cuts, size])]
+        cuts = np.sort(generator.choice(insertion_points, len(stated)))
+        pieces = [piece.tolist() for piece in np.split(text, cuts)]
         with_facts = chain.from_iterable(zip(pieces, [*stated, []], strict=True))
         whole = [*opening, *chain.from_iterable(with_facts)]
         starts = _passage_starts(size - beyond, cuts)
@@ -346,7 +345,7 @@ class Lookups:
         }
 
 
-def _passage_starts(end: int, cuts: Sequence[int]) -> np.ndarray:
+def _passage_starts(end: int, cuts: np.ndarray) -> np.ndarray:
     """Where a passage can start, so that it ends before `end` and no fact stands within it, at one of the cuts."""
     is_start = np.ones(max(0, end - PASSAGE_SIZE), bool)
     for cut in cuts:

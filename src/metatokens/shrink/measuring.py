@@ -19,9 +19,8 @@ from metatokens.shrink.answering import answer_logits, is_answered, read
 from metatokens.shrink.lookups import CHAT, KINDS, Asked, Form, Lookups
 from metatokens.tasks.example import Encoded
 
-FACTS = (
-    6  # of one form in a text: so naming any value that was stated is right in a sixth of the cases
-)
+# Of one form in a text: so naming any value that was stated is right in a sixth of the cases.
+FACTS = 6
 ASKED_IN_CHAT = "question"  # the kind whose forms are asked about in a chat
 SEED = 2026  # of all tests
 ROOM = 64  # tokens of a length that are for a question and its answer

@@ -241,20 +241,22 @@ class _Run:
         """Write what the base answers in a chat; nothing if it has no chat template."""
         if self._replies_file.exists():
             return
-        counts = {"train": self.recipe.mixture.replies, "test": self.recipe.tests.replies}
-        # A test is about what a model forgets, so that its texts are longer than the window.
-        about_texts = {"train": 0.5, "test": 1.0}
-        written: dict[str, list[Any]] = {split: [] for split in counts}
+        kinds = (
+            ("train", self.recipe.mixture.replies, 0.5),
+            # About what a model forgets, so about texts, which are longer than the window.
+            ("test", self.recipe.tests.replies, 1.0),
+        )
+        written: dict[str, list[Any]] = {"train": [], "test": []}
         turns = self.lookups["train"].turns
         if turns is not None and turns.ending:
             model = _for_measuring(self._base())
-            for seed, (split, count) in enumerate(counts.items()):
+            for seed, (split, count, about_texts) in enumerate(kinds):
                 replies = draw_replies(
                     model,
                     self.lookups[split],
                     count,
                     lengths=(self.beyond, max(self.beyond, self.longest // 2)),
-                    about_texts=about_texts[split],
+                    about_texts=about_texts,
                     seed=seed,
                 )
                 with watch(f"ask the base: {split}") as progress:
@@ -388,9 +390,8 @@ class _Run:
         if file.exists():
             return
         file.parent.mkdir(exist_ok=True)
-        model = _for_measuring(self._trained(arm))
         measuring = Measuring(
-            model,
+            self._model_of(arm),
             arm.name,
             seed=self.recipe.training.seed,
             # The base's meta-token is not trained.
@@ -410,7 +411,7 @@ class _Run:
         file = self.out / "costs.json"
         if file.exists():
             return
-        model = _for_measuring(self._trained(arm))
+        model = self._model_of(arm)
         measured: list[Cost] = []
         lengths = [
             length
@@ -458,8 +459,9 @@ class _Run:
     def _results_file(self, name: str) -> Path:
         return self.out / "results" / f"{name.replace(', ', '-').replace(' ', '-')}.jsonl"
 
-    def _trained(self, arm: Arm) -> Any:
-        return self._base() if arm.folder is None else load_model(self.out / arm.folder)
+    def _model_of(self, arm: Arm) -> Any:
+        model = self._base() if arm.folder is None else load_model(self.out / arm.folder)
+        return _for_measuring(model)
 
 
 def _write_list(file: Path, lines: Sequence[BaseModel]) -> None:
