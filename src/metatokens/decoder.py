@@ -28,10 +28,7 @@ def decoder_of(model: PreTrainedModel) -> tuple[Any, Any]:
     """
     count = model.config.get_text_config().num_hidden_layers
     # In some models, get_decoder() returns a head.
-    for root in (
-        model.get_decoder(),
-        model.base_model,
-    ):
+    for root in (model.get_decoder(), model.base_model):
         for module in root.modules():
             for child in module.children():
                 if isinstance(child, nn.ModuleList) and len(child) >= count:
@@ -74,9 +71,8 @@ def logits_at(
         chosen: (batch, length) bool.
         mask: (batch, 1, length, length), True where a query sees a key; by default attention is causal.
     """
-    model = getattr(
-        model, "get_base_model", lambda: model
-    )()  # unwraps PEFT's wrapper; the adapters stay
+    # Unwraps PEFT's wrapper; the adapters stay.
+    model = getattr(model, "get_base_model", lambda: model)()
     decoder, _ = decoder_of(model)
     output = decoder(input_ids, attention_mask=mask, use_cache=False)
     rows_per_piece = max(1, PIECE // model.config.get_text_config().vocab_size)
@@ -109,28 +105,22 @@ def measure_cache_share(
     if window is None:
         return {}
     sinks = 0 if metas_alone else config.text_sinks
-    lengths, held, metas = [], [], []
+    counts = []
     for text in texts:
         ids = np.asarray(text)
         position = np.arange(len(ids))
         is_meta = ids == config.meta_token_id
         is_held = is_meta | (position < sinks) | (position >= len(ids) - window)
-        lengths.append(len(ids))
-        held.append(int(is_held.sum()))
-        metas.append(int(is_meta.sum()))
-    held_share = sum(held) / sum(lengths)
+        counts.append((len(ids), is_held.sum(), is_meta.sum()))
+    tokens, held, metas = np.sum(counts, axis=0).tolist()
     token = _bytes_of_a_token(model)
-    bytes_of_full = 0 if metas_alone else token.full
-    full_share = 0.0 if metas_alone else token.full_share
-    size = (
-        (token.all - bytes_of_full) * sum(held)
-        + bytes_of_full * sum(lengths)
-        + token.meta_besides * sum(metas)
-    )
+    if metas_alone:
+        token = token._replace(full=0, full_share=0.0)
+    size = (token.all - token.full) * held + token.full * tokens + token.meta_besides * metas
     return {
         "text_window": window or None,
-        "kv_kept": round(full_share + (1 - full_share) * held_share, 4),
-        "kv_bytes": round(size / len(lengths)),
+        "kv_kept": round(token.full_share + (1 - token.full_share) * (held / tokens), 4),
+        "kv_bytes": round(size / len(counts)),
     }
 
 
@@ -153,21 +143,18 @@ class _TokenBytes(NamedTuple):
 def _bytes_of_a_token(model: Any) -> _TokenBytes:
     one_meta_token = torch.tensor([[model.config.meta_token_id]], device=model.device)
     cache = model.eval()(one_meta_token, use_cache=True)[CACHE]
-    of_layers = {
-        number: layer.keys.nbytes + layer.values.nbytes for number, layer in enumerate(cache.layers)
-    }
-    full = {number: of_layers[number] for number in getattr(cache, "full_layers", ())}
-    notes = getattr(cache, "layers_of_notes", range(0))
-    full_keys_and_values = sum(size for number, size in full.items() if number not in notes)
-    keys_and_values = sum(size for number, size in of_layers.items() if number not in notes)
+    sizes = np.array([layer.keys.nbytes + layer.values.nbytes for layer in cache.layers])
+    is_full, is_note = np.zeros((2, len(sizes)), bool)
+    is_full[getattr(cache, "full_layers", [])] = True
+    is_note[getattr(cache, "layers_of_notes", [])] = True
     meta_besides = 0
     for layer in cache.layers:
         second_keys_and_values = (getattr(layer, "second", None) or ())[:2]
         meta_besides += sum(tensor.nbytes for tensor in second_keys_and_values)
     return _TokenBytes(
-        all=sum(of_layers.values()),
-        full=sum(full.values()),
-        full_share=full_keys_and_values / keys_and_values,
+        all=int(sizes.sum()),
+        full=int(sizes[is_full].sum()),
+        full_share=float(sizes[is_full & ~is_note].sum() / sizes[~is_note].sum()),
         meta_besides=meta_besides,
     )
 
@@ -232,7 +219,7 @@ def continue_prompts(
         )
         length = ids.shape[1]
         for row, sequence in zip(rows, output.sequences.tolist(), strict=True):
-            new_ids = _up_to_end(sequence[length:], ends)
+            new_ids = up_to_end(sequence[length:], ends)
             with_metas = sequence[:length] + new_ids
             for position in reversed(getattr(output[CACHE], "inserted", [])):
                 if position < length + len(new_ids):
@@ -241,7 +228,7 @@ def continue_prompts(
             yield Continuation(text, tokenizer.decode(with_metas[length - len(row) :]))
 
 
-def _up_to_end(ids: list[int], ends: Sequence[int | None]) -> list[int]:
+def up_to_end(ids: list[int], ends: Sequence[int | None]) -> list[int]:
     """Generated ids without the padding after their end of text."""
     for index, token in enumerate(ids, start=1):
         if token in ends:

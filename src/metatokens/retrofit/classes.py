@@ -278,7 +278,8 @@ def install(model: Any) -> None:
     connect_head(model)
     # Keeps these layers from being quantised when a model is loaded.
     model._keep_in_fp32_modules |= {
-        f"meta_attention.attention.{name}" for name in ("qkv_proj", "out_proj")
+        "meta_attention.attention.qkv_proj",
+        "meta_attention.attention.out_proj",
     }
     decoder.meta_config = config
     set_full(blocks, settings.text_full_layers or (), full_heads_by_block(config))
@@ -290,10 +291,8 @@ def install(model: Any) -> None:
     # Half precision would round small training steps away. PEFT's adapters are in float32 for the same reason.
     dtype = torch.promote_types(table.weight.dtype, torch.float32)
     change_class(table, MetaEmbeddingTable)
-    table.meta_token, table.meta_token_id = (
-        MetaTokenEmbedding(table.weight.shape[1]).to(dtype),
-        config.meta_token_id,
-    )
+    table.meta_token = MetaTokenEmbedding(table.weight.shape[1]).to(dtype)
+    table.meta_token_id = config.meta_token_id
     for further, (index, injection_point) in enumerate(
         zip(settings.layers, settings.injection_points, strict=True)
     ):
@@ -309,10 +308,8 @@ def connect_head(model: Any) -> None:
     head = model.get_output_embeddings()
     if "meta_token_id" not in vars(head):  # not hasattr: PEFT's wrappers forward attributes
         head.register_forward_hook(mask_logits)
-    head.meta_token_id, head.used_rows = (
-        model.config.meta_token_id,
-        model.config.unpadded_vocab_size,
-    )
+    head.meta_token_id = model.config.meta_token_id
+    head.used_rows = model.config.unpadded_vocab_size
 
 
 def init_added_weights(model: nn.Module) -> None:

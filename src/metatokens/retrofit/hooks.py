@@ -77,7 +77,8 @@ def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         add_second_layers(cache, decoder.meta_cache_layers, decoder.meta_settings.head_size)
     has_full_heads = bool(full_heads_by_block(decoder.meta_config))
     set_attention_by_heads(decoder.config, has_full_heads=has_full_heads)
-    form = _form(decoder, kwargs, cache)
+    makes_cache = _makes_cache(decoder, kwargs)
+    form = meta_attention_form(cache, engine_of(kwargs), makes_cache=makes_cache, has_places=False)
     if form == "dense":
         visibility = _visibility(decoder, is_meta, kwargs, cache, form)
     else:
@@ -89,12 +90,6 @@ def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     running.context = _context(decoder, visibility)
     running.masks = None if len(masks) < 2 else masks
     return args, kwargs | _inputs_of_base(visibility, masks, kwargs)
-
-
-def _form(decoder: Any, kwargs: dict[str, Any], cache: Cache | None) -> MetaAttentionForm:
-    """The form of meta-attention in this pass."""
-    makes_cache = _makes_cache(decoder, kwargs)
-    return meta_attention_form(cache, engine_of(kwargs), makes_cache=makes_cache, has_places=False)
 
 
 def _masks_of_blocks(decoder: Any, visibility: Visibility) -> tuple[Any, ...]:
@@ -227,11 +222,8 @@ def _positions_of_rows(is_meta: Tensor, position_ids: Any) -> Tensor | None:
         return None
     if position_ids.ndim == 3 and len(position_ids) == 4:
         position_ids = position_ids[0]
-    return (
-        position_ids
-        if position_ids.ndim == 2 and position_ids.shape[1] == is_meta.shape[1]
-        else None
-    )
+    is_of_rows = position_ids.ndim == 2 and position_ids.shape[1] == is_meta.shape[1]
+    return position_ids if is_of_rows else None
 
 
 @torch.compiler.disable

@@ -25,10 +25,7 @@ def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
         field.name for field in fields(PreTrainedConfig)
     }
     # Getattr raises for some settings that vary by layer.
-    values, defaults = (
-        vars(config),
-        vars(type(config)()),
-    )
+    values, defaults = vars(config), vars(type(config)())
     settings: dict[str, Any] = {}
     for name in sorted(declared):
         value, default = values.get(name), defaults.get(name)
@@ -59,10 +56,10 @@ def weights_checksum(model: PreTrainedModel, rows: int | None = None) -> str | N
     weights = [parameter for parameter in model.parameters() if id(parameter) not in added]
     if any(weight.is_meta or not weight.is_floating_point() for weight in weights):
         return None
-    tables = [*model.get_input_embeddings().parameters()]
-    if model.get_output_embeddings() is not None:
-        tables += model.get_output_embeddings().parameters()
-    table_ids = {id(table) for table in tables}
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    table_ids = {
+        id(weight) for table in tables if table is not None for weight in table.parameters()
+    }
     sample = []
     for weight in weights:
         counted = weight[:rows] if id(weight) in table_ids else weight

@@ -92,13 +92,13 @@ def add_meta_attention(
         base_weights=weights_checksum(base),
         base_rows=rows,
     )
-    if tokenizer is None:
-        assert meta_token_id is not None  # as checked
-        convert(base, settings, meta_token_id, rows, freeze=freeze)
-    else:
+    in_use = rows
+    start: list[int] = []
+    if tokenizer is not None:
         meta_token_id = _add_to_tokenizer(tokenizer)
-        in_use = max(rows, len(tokenizer))
-        convert(base, settings, meta_token_id, in_use, freeze=freeze, start=_separators(tokenizer))
+        in_use, start = max(rows, len(tokenizer)), _separators(tokenizer)
+    assert meta_token_id is not None  # as checked
+    convert(base, settings, meta_token_id, in_use, freeze=freeze, start=start)
     return model
 
 
@@ -166,10 +166,7 @@ def _add_to_tokenizer(tokenizer: PreTrainedTokenizerBase) -> int:
     """The id of a tokenizer's meta-token, which is added unless it is there."""
     if getattr(tokenizer, "meta_token", None) is None:
         # Allowed as a key.
-        tokenizer.SPECIAL_TOKENS_ATTRIBUTES = [
-            *tokenizer.SPECIAL_TOKENS_ATTRIBUTES,
-            "meta_token",
-        ]
+        tokenizer.SPECIAL_TOKENS_ATTRIBUTES = [*tokenizer.SPECIAL_TOKENS_ATTRIBUTES, "meta_token"]
         tokenizer.add_special_tokens({"meta_token": META_TOKEN})
     return tokenizer.convert_tokens_to_ids(tokenizer.meta_token)
 

@@ -38,15 +38,14 @@ def find_injection_points(model: PreTrainedModel, layers: Sequence[int]) -> tupl
     """
     plain = _blocks_in_pass(model, layers, replaced=None)
     names = {call.name for block in plain.values() for call in block.calls}
-    contains_x: dict[tuple[int, str], bool] = {}
-    for name in names:
-        for layer, block in _blocks_in_pass(model, layers, replaced=name).items():
-            adds_y = block.adds(name)
-            if adds_y or block.gives_x_to(name):
-                contains_x[layer, name] = not adds_y
+    contains_x = {
+        (layer, name): block.contains_x(name)
+        for name in names
+        for layer, block in _blocks_in_pass(model, layers, replaced=name).items()
+    }
     points = []
     for layer, block in plain.items():
-        joining = [call.name for call in block.calls if (layer, call.name) in contains_x]
+        joining = [call.name for call in block.calls if contains_x[layer, call.name] is not None]
         if not joining:
             raise UserError(
                 f"meta-attention cannot be added to a {type(model).__name__}: block {layer} has no attention whose "
@@ -144,26 +143,21 @@ class BlockInPass:
         self.calls.append(Call(name, inputs, _flat(y) if _is_state(y) else None))
         return output
 
-    def adds(self, name: str) -> bool:
-        """Whether the block adds the output y of a submodule to x."""
-        y, _, later = self._around(name)
-        if any(_is_sum(state, [self.x], y) for call in later for state in call.inputs):
-            return True
-        return any(_is_sum(self.z, [self.x, parallel.output], y) for parallel in later)
-
-    def gives_x_to(self, name: str) -> bool:
-        """Whether the block has a submodule add x to its own output y."""
-        y, inputs, later = self._around(name)
-        is_y_read = any(_is_sum(state, [], y) for call in later for state in call.inputs)
-        return is_y_read and any(_is_sum(state, [], self.x) for state in inputs[1:])
-
-    def _around(self, name: str) -> tuple[Tensor | None, list[Tensor], list[Call]]:
-        """A submodule's output, its inputs, and later calls; none of several calls, which a hook cannot separate."""
-        numbers = [number for number, call in enumerate(self.calls) if call.name == name]
-        if len(numbers) != 1:
-            return None, [], []
-        call = self.calls[numbers[0]]
-        return call.output, call.inputs, self.calls[numbers[0] + 1 :]
+    def contains_x(self, name: str) -> bool | None:
+        """Whether the output y of a submodule contains x; None if y does not join the residual stream."""
+        names = [call.name for call in self.calls]
+        if names.count(name) != 1:  # a hook cannot separate several calls
+            return None
+        number = names.index(name)
+        (_, inputs, y), later = self.calls[number], self.calls[number + 1 :]
+        read_later = [state for call in later for state in call.inputs]
+        adds_y = any(_is_sum(state, [self.x], y) for state in read_later)
+        adds_both = any(_is_sum(self.z, [self.x, parallel.output], y) for parallel in later)
+        if adds_y or adds_both:
+            return False
+        is_y_read = any(_is_sum(state, [], y) for state in read_later)
+        gets_x = any(_is_sum(state, [], self.x) for state in inputs[1:])
+        return True if is_y_read and gets_x else None
 
 
 def _blocks_in_pass(

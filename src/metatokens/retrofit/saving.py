@@ -64,10 +64,10 @@ def save_meta(model: PreTrainedModel, folder: str | Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(weights, folder / DELTA_WEIGHTS, metadata={"format": "pt"})
         write_whole(folder / DELTA, json.dumps(delta, indent=1).encode())
-        if not (
-            folder / "config.json"
-        ).exists():  # lets the Auto classes explain what this folder is
-            write_whole(folder / "config.json", json.dumps({"model_type": MODEL_TYPE}).encode())
+        config = folder / "config.json"
+        if not config.exists():
+            # Lets the Auto classes explain what this folder is.
+            write_whole(config, json.dumps({"model_type": MODEL_TYPE}).encode())
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder} cannot be written to: {error}.") from error
 
@@ -149,15 +149,17 @@ def load_meta(base: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
 def _check_identity(base: PreTrainedModel, settings: MetaSettings, folder: Path) -> None:
     """Refuse a base that is not the one that a delta in `folder` was trained with."""
     names = [name for name, _, _ in differences(settings.base_settings, settings_of(base.config))]
-    differing = f"it had another {', '.join(names)}" if names else ""
-    if not names and _has_other_weights(settings, base):
+    if names:
+        differing = f"it had another {', '.join(names)}"
+    elif _has_other_weights(settings, base):
         differing = (
             "the configuration is the same, but the weights have another checksum, as they also have in float16 if "
             "they were not in float16 before, and the other way round"
         )
-    if differing:
-        name = settings.base or "never saved"
-        raise UserError(f"{folder} was trained with another base ({name}): {differing}.")
+    else:
+        return
+    name = settings.base or "never saved"
+    raise UserError(f"{folder} was trained with another base ({name}): {differing}.")
 
 
 def _has_other_weights(

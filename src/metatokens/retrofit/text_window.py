@@ -1,10 +1,10 @@
 """Setting a text window: a model then forgets text that is neither near, nor a meta-token, nor at the start."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -25,6 +25,9 @@ from metatokens.retrofit.injection_points import probe_ids
 from metatokens.retrofit.layers import set_full
 from metatokens.retrofit.settings import MetaSettings
 
+# Fields of `meta_attention` in probes.
+_FORGETS = {"text_window": 1, "text_sinks": 1}
+_NOTHING_FULL = {"text_full_layers": None, "text_full_heads": None}
 _HEADS = "the heads of a {} cannot be told apart by what its cache holds"
 _READS = "a {} cannot have a text_window: it must take masks of four dimensions, and a cache that drops entries"
 
@@ -70,13 +73,11 @@ def set_text_window(
 
 def text_window_of(config: Any) -> dict[str, Any]:
     """The arguments of `set_text_window` that a model was given; none if it cannot have a window."""
-    names = {
-        "window": "text_window",
-        "sinks": "text_sinks",
-        "full_layers": "text_full_layers",
-        "full_heads": "text_full_heads",
+    return {
+        name: getattr(config, f"text_{name}")
+        for name in ("window", "sinks", "full_layers", "full_heads")
+        if hasattr(config, f"text_{name}")
     }
-    return {name: getattr(config, field) for name, field in names.items() if hasattr(config, field)}
 
 
 def apply_text_window(
@@ -121,8 +122,7 @@ def _apply_to_meta_gpt2(config: MetaGPT2Config, fields: dict[str, Any]) -> None:
         type(config).from_dict(config.to_dict() | fields)  # refuses what does not fit
     except StrictDataclassError as error:
         raise UserError(f"the model cannot have this text window: {one_line(error)}.") from error
-    for name, value in fields.items():
-        setattr(config, name, value)
+    config.update(fields)
 
 
 def _apply_to_retrofit(model: PreTrainedModel, fields: dict[str, Any]) -> None:
@@ -169,17 +169,6 @@ def _set_fields(model: PreTrainedModel, fields: dict[str, Any]) -> None:
     set_attention_by_heads(decoder.config, has_full_heads=bool(full_heads))
 
 
-@contextmanager
-def _with_fields(config: Any, **fields: Any) -> Iterator[None]:
-    """Have a retrofitted model's configuration hold these fields of `meta_attention`."""
-    before = config.meta_attention
-    config.meta_attention = before | fields
-    try:
-        yield
-    finally:
-        config.meta_attention = before
-
-
 @torch.no_grad()
 def _check(model: PreTrainedModel) -> None:
     """Refuse a base that does not forget by masks, or whose attention depends on the places of cached keys.
@@ -197,9 +186,7 @@ def _check(model: PreTrainedModel) -> None:
             "instead of a cache."
         )
     with (
-        _with_fields(
-            config, text_window=1, text_sinks=1, text_full_layers=None, text_full_heads=None
-        ),
+        patch.dict(config.meta_attention, _FORGETS | _NOTHING_FULL),
         probe_ids(model, _READS, 24) as ids,
     ):
         ids, mask = _two_rows(ids)
@@ -214,7 +201,7 @@ def _check(model: PreTrainedModel) -> None:
 def _check_heads(model: PreTrainedModel) -> None:
     """Refuse a base that mixes key-value heads: the pass over a text and the steps over it must give the same."""
     with (
-        _with_fields(model.config, text_window=1, text_sinks=1),
+        patch.dict(model.config.meta_attention, _FORGETS),
         probe_ids(model, _HEADS, 24) as ids,
     ):
         ids, mask = _two_rows(ids)
@@ -257,7 +244,7 @@ def key_value_heads(model: PreTrainedModel) -> list[int]:
     """How many key-value heads each block of a retrofitted model has."""
     decoder, _ = decoder_of(model)
     with (
-        _with_fields(model.config, text_window=None, text_full_layers=None, text_full_heads=None),
+        patch.dict(model.config.meta_attention, _NOTHING_FULL, text_window=None),
         probe_ids(model, _HEADS, 1) as ids,
     ):
         cache = decoder(ids, use_cache=True)[CACHE]

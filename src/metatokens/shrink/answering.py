@@ -17,8 +17,7 @@ AT_ONCE = 512  # tokens of a text that are read in one forward pass
 def read(model: Any, ids: Sequence[int]) -> Any:
     """The cache that holds a text, read by chunks; a model with a text window has forgotten most of it."""
     cache = None
-    for start in range(0, len(ids), AT_ONCE):
-        chunk = torch.tensor([list(ids[start : start + AT_ONCE])], device=model.device)
+    for chunk in torch.tensor([ids], device=model.device).split(AT_ONCE, dim=1):
         cache = model(
             chunk, past_key_values=cache, use_cache=True, logits_to_keep=1
         ).past_key_values

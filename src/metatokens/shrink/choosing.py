@@ -71,6 +71,6 @@ def _loss(model: Any, tests: Sequence[Asked], head: Head | None) -> HeadLoss:
 
 def most_needed(losses: Sequence[HeadLoss], count: int) -> list[Head]:
     """The heads whose forgetting costs most."""
-    of_heads = [loss for loss in losses if loss.head is not None]
-    ranked = sorted(of_heads, key=lambda loss: loss.loss, reverse=True)
-    return sorted(loss.head for loss in ranked[:count] if loss.head is not None)
+    ranked = sorted(losses, key=lambda loss: loss.loss, reverse=True)
+    heads = [loss.head for loss in ranked if loss.head is not None]
+    return sorted(heads[:count])

@@ -1,6 +1,7 @@
 """What a cache costs: its bytes, and tokens a second, next to the full cache, side by side."""
 
 import time
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ class Cost(BaseModel):
     threads: int
 
 
-def costs(model: Any, text: npt.NDArray[np.int64], length: int, rounds: int) -> list[Cost]:
+def costs(model: Any, text: npt.ArrayLike, length: int, rounds: int) -> list[Cost]:
     """The cost of the full cache and of the model's own, in the mean of rounds, which take turns.
 
     Args:
@@ -46,30 +47,28 @@ def costs(model: Any, text: npt.NDArray[np.int64], length: int, rounds: int) -> 
         rounds: of each, after one that warms up.
     """
     ids = np.resize(text, length).tolist()
-    window = text_window_of(model.config)
     # The model's own window comes last, so that it has it afterwards.
-    seconds: dict[str, list[tuple[float, float]]] = {"full": [], "shrunk": []}
-    sizes: dict[str, int] = {}
-    for _ in range(rounds + 1):
-        for cache, measured in seconds.items():
-            apply_text_window(model, **(window if cache == "shrunk" else {"window": None}))
-            reading, writing, sizes[cache] = _timed(model, ids)
-            measured.append((reading, writing))
-    costs_of_caches = []
-    for cache, measured in seconds.items():
-        reading, writing = np.mean(measured[1:], axis=0)
-        costs_of_caches.append(
-            Cost(
-                cache=cache,
-                length=length,
-                cache_bytes=sizes[cache],
-                read_per_second=round(length / reading, 1),
-                new_per_second=round(NEW / writing, 2),
-                device=model.device.type,
-                threads=torch.get_num_threads(),
-            )
+    windows: dict[str, dict[str, Any]] = {
+        "full": {"window": None},
+        "shrunk": text_window_of(model.config),
+    }
+    measured: dict[str, list[tuple[float, float, int]]] = {cache: [] for cache in windows}
+    for _, (cache, window) in product(range(rounds + 1), windows.items()):
+        apply_text_window(model, **window)
+        measured[cache].append(_timed(model, ids))
+    means = {cache: np.mean(of_rounds[1:], axis=0) for cache, of_rounds in measured.items()}
+    return [
+        Cost(
+            cache=cache,
+            length=length,
+            cache_bytes=int(size),
+            read_per_second=round(length / reading, 1),
+            new_per_second=round(NEW / writing, 2),
+            device=model.device.type,
+            threads=torch.get_num_threads(),
         )
-    return costs_of_caches
+        for cache, (reading, writing, size) in means.items()
+    ]
 
 
 @torch.inference_mode()

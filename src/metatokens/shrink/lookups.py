@@ -3,8 +3,9 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.resources import files
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, Literal, get_args
@@ -48,12 +49,16 @@ class Form(BaseModel):
     @field_validator("state", mode="before")
     @classmethod
     def _as_several(cls, state: Any) -> Any:
-        return (state,) if isinstance(state, str) else tuple(state)
+        return (state,) if isinstance(state, str) else state
 
     @model_validator(mode="after")
     def _states_what_it_asks(self) -> "Form":
         stated = _placeholders("".join(self.state))
         for name in self.placeholders:
+            if not _PLACEHOLDER.fullmatch(name):
+                raise ValueError(
+                    f"it has the placeholder {{{name}}}; there are name, word and number"
+                )
             if name not in stated:
                 raise ValueError(f"{{{name}}} is asked for, and not stated")
         return self
@@ -106,16 +111,9 @@ def _parsed(text: str) -> Forms:
 
 def _form(kind: Any, fields: dict[str, Any]) -> Form:
     try:
-        form = Form(kind=kind, **fields)
-        unknown = [name for name in form.placeholders if not _PLACEHOLDER.fullmatch(name)]
-    except (ValidationError, ValueError) as error:
-        reason = broken_rule(error) if isinstance(error, ValidationError) else str(error)
-        raise UserError(f"the form {fields} cannot be used: {reason}.") from error
-    if unknown:
-        raise UserError(
-            f"the form {form.ask!r} has the placeholder {{{unknown[0]}}}; there are name, word and number."
-        )
-    return form
+        return Form(kind=kind, **fields)
+    except ValidationError as error:
+        raise UserError(f"the form {fields} cannot be used: {broken_rule(error)}.") from error
 
 
 @dataclass(frozen=True)
@@ -167,8 +165,7 @@ class Turns:
         """
         if tokenizer.chat_template is None:
             return None
-        roles = ("user", "assistant", "user")
-        messages = [{"role": role, "content": _TURN} for role in roles]
+        messages = [{"role": role, "content": _TURN} for role in ("user", "assistant", "user")]
         try:
             rendered = str(
                 tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -176,7 +173,7 @@ class Turns:
         except TemplateError:
             return None
         parts = rendered.split(_TURN)
-        if len(parts) != len(roles) + 1:
+        if len(parts) != len(messages) + 1:
             return None
         _, before_answer, _, before_new_answer = parts
         # A template may put white space before an answer, or "<think>" before one that is still to be written.
@@ -186,16 +183,16 @@ class Turns:
             encode_with_control(tokenizer, part, continues=bool(number))
             for number, part in enumerate(parts)
         )
-        control_ids = list(control_texts(tokenizer.backend_tokenizer))
-        is_control = np.isin(after_answer, control_ids)
-        size = int(is_control.argmax()) + 1 if is_control.any() else 0
+        control = control_texts(tokenizer.backend_tokenizer)
+        size = next((end for end, token in enumerate(after_answer, start=1) if token in control), 0)
         return cls(opening, answering, after_answer[:size], after_answer[size:])
 
 
+@dataclass
 class Lookups:
     """Draws texts with facts, and questions about them.
 
-    Args:
+    Attributes:
         tokenizer: the model's.
         prose: what the facts are put into.
         entities: what they are about.
@@ -203,17 +200,21 @@ class Lookups:
         turns: the model's form of a conversation, if it has one.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        prose: Prose,
-        entities: Entities,
-        forms: Sequence[Form],
-        turns: Turns | None,
-    ):
-        self.tokenizer, self.prose, self.entities = tokenizer, prose, entities
-        self.forms, self.turns = forms, turns
-        self.beginning = beginning_of(tokenizer)  # of a text that is no chat
+    tokenizer: PreTrainedTokenizerBase
+    prose: Prose
+    entities: Entities
+    forms: Sequence[Form]
+    turns: Turns | None
+
+    @cached_property
+    def beginning(self) -> list[int]:
+        """The ids at the beginning of a text that is no chat."""
+        return beginning_of(self.tokenizer)
+
+    def some_forms(self, generator: np.random.Generator, count: int) -> list[Form]:
+        """So many forms, at random."""
+        chosen = generator.choice(len(self.forms), count, replace=False)
+        return [self.forms[number] for number in chosen]
 
     def draw(
         self,
@@ -242,8 +243,6 @@ class Lookups:
         Raises:
             UserError: if no fact fits in the text.
         """
-        if chat and self.turns is None:
-            raise ValueError("the model has no chat template")
         opening = self.turns.opening if self.turns and chat else self.beginning
         room = length - len(opening)
         stated, questions = self._facts(generator, forms, facts, chat, room)
@@ -253,8 +252,8 @@ class Lookups:
         ends = self.prose.ends
         is_early = (ends >= start) & (ends < start + size - beyond)
         insertion_points = np.append(ends[is_early] - start + 1, 0)
-        cuts = sorted(generator.choice(insertion_points, len(stated)).tolist())
-        pieces = [text[first:last].tolist() for first, last in pairwise([0, *cuts, size])]
+        cuts = np.sort(generator.choice(insertion_points, len(stated)))
+        pieces = [piece.tolist() for piece in np.split(text, cuts)]
         with_facts = chain.from_iterable(zip(pieces, [*stated, []], strict=True))
         whole = [*opening, *chain.from_iterable(with_facts)]
         starts = _passage_starts(size - beyond, cuts)
@@ -335,14 +334,18 @@ class Lookups:
 
     def _drawn(self, generator: np.random.Generator) -> dict[str, Iterator[Any]]:
         """What placeholders stand for, without repetition."""
+        entities = {
+            "name": self.entities.names,
+            "word": self.entities.words,
+            "number": self.entities.numbers,
+        }
         return {
-            "name": iter(generator.permutation(self.entities.names).tolist()),
-            "word": iter(generator.permutation(self.entities.words).tolist()),
-            "number": iter(generator.permutation(self.entities.numbers).tolist()),
+            kind: iter(generator.permutation(of_kind).tolist())
+            for kind, of_kind in entities.items()
         }
 
 
-def _passage_starts(end: int, cuts: Sequence[int]) -> np.ndarray:
+def _passage_starts(end: int, cuts: np.ndarray) -> np.ndarray:
     """Where a passage can start, so that it ends before `end` and no fact stands within it, at one of the cuts."""
     is_start = np.ones(max(0, end - PASSAGE_SIZE), bool)
     for cut in cuts:

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -19,9 +19,8 @@ from metatokens.shrink.answering import answer_logits, is_answered, read
 from metatokens.shrink.lookups import CHAT, KINDS, Asked, Form, Lookups
 from metatokens.tasks.example import Encoded
 
-FACTS = (
-    6  # of one form in a text: so naming any value that was stated is right in a sixth of the cases
-)
+# Of one form in a text: so naming any value that was stated is right in a sixth of the cases.
+FACTS = 6
 ASKED_IN_CHAT = "question"  # the kind whose forms are asked about in a chat
 SEED = 2026  # of all tests
 ROOM = 64  # tokens of a length that are for a question and its answer
@@ -70,55 +69,53 @@ def draw_tests(
         excerpt_length: tokens.
         replies: of the base, to requests about held-out texts.
     """
-    groups = [
-        (kind, [form for form in lookups.forms if form.kind == kind], False) for kind in KINDS
+    groups = _by_kind(lookups.forms)
+    generator = np.random.default_rng(SEED)
+    groups[TRAINED] = [
+        # So the questions are of this kind too.
+        forms[generator.integers(len(forms))].model_copy(update={"kind": TRAINED})
+        for forms in _by_kind(trained).values()
     ]
-    groups.append((TRAINED, _one_of_each_kind(trained), False))
     if lookups.turns is not None:
-        groups.append((CHAT, [form for form in lookups.forms if form.kind == ASKED_IN_CHAT], True))
+        groups[CHAT] = groups[ASKED_IN_CHAT]
     asked: dict[int | None, list[Asked]] = {None: list(user_questions)} if user_questions else {}
     for length, count in texts.items():
         asked[length] = []
-        for (group, (kind, forms, is_chat)), number in product(enumerate(groups), range(count)):
+        for (group, (kind, forms)), number in product(enumerate(groups.items()), range(count)):
             drawn = lookups.draw(
                 np.random.default_rng([SEED, length, group, number]),
                 length=length - ROOM,
                 beyond=beyond[length],
                 forms=[forms[number % len(forms)]],
                 facts=FACTS,
-                chat=is_chat,
+                chat=kind == CHAT,
                 passage=kind == KINDS[0],
             )
-            if kind == TRAINED:
-                of_kind = [replace(question, kind=TRAINED) for question in drawn.questions]
-                drawn = replace(drawn, questions=of_kind)
             asked[length].append(drawn)
     beginning = lookups.beginning
     prose = lookups.prose.excerpts(excerpts, excerpt_length - len(beginning))
     return Tests(asked, [[*beginning, *excerpt] for excerpt in prose], replies)
 
 
-def _one_of_each_kind(forms: Sequence[Form]) -> list[Form]:
-    generator = np.random.default_rng(SEED)
-    drawn = []
-    for kind in KINDS:
-        of_kind = [form for form in forms if form.kind == kind]
-        drawn.append(of_kind[generator.integers(len(of_kind))])
-    return drawn
+def _by_kind(forms: Sequence[Form]) -> dict[str, list[Form]]:
+    return {kind: [form for form in forms if form.kind == kind] for kind in KINDS}
 
 
+@dataclass(frozen=True)
 class Measuring:
     """Measures one model.
 
-    Args:
+    Attributes:
         model: in evaluation mode.
         name: of the model, for the results.
         seed: of its training.
         landmarks: where meta-tokens are inserted, if anywhere.
     """
 
-    def __init__(self, model: Any, name: str, *, seed: int, landmarks: Landmarks | None = None):
-        self.model, self.name, self.seed, self.landmarks = model, name, seed, landmarks
+    model: Any
+    name: str
+    seed: int
+    landmarks: Landmarks | None
 
     def results(self, tests: Tests) -> Iterator[Result]:
         """The share of look-ups that are answered exactly, by length and kind; then perplexities.

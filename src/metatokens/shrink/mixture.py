@@ -7,6 +7,7 @@ from itertools import cycle, islice
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from metatokens.data.insertion import IGNORED_LABEL
 from metatokens.data.landmarks import Landmarks
@@ -106,12 +107,11 @@ class Mixture:
         most_facts = min(MOST_FACTS, (length - self.beyond) // TOKENS_PER_FACT)
         facts = int(generator.integers(2, max(3, most_facts + 1)))
         number_of_forms = int(generator.integers(1, MOST_FORMS + 1))
-        chosen = generator.choice(len(self.lookups.forms), number_of_forms, replace=False)
         asked = self.lookups.draw(
             generator,
             length=length,
             beyond=self.beyond,
-            forms=[self.lookups.forms[number] for number in chosen],
+            forms=self.lookups.some_forms(generator, number_of_forms),
             facts=facts,
             chat=is_chat,
             passage=not is_chat,  # which would go on within the user's message
@@ -141,10 +141,8 @@ def scored_row(asked: Asked) -> Row:
 
 def _batch(rows: Sequence[Row]) -> dict[str, Tensor]:
     """Rows padded on the right, where causal attention needs no mask."""
-    length = max(len(ids) for ids, _ in rows)
-    input_ids = torch.zeros(len(rows), length, dtype=torch.int64)
-    labels = torch.full((len(rows), length), IGNORED_LABEL)
-    for row, (ids, scored) in enumerate(rows):
-        input_ids[row, : len(ids)] = torch.tensor(ids)
+    input_ids = pad_sequence([torch.tensor(ids) for ids, _ in rows], batch_first=True)
+    labels = torch.full_like(input_ids, IGNORED_LABEL)
+    for row, (_, scored) in enumerate(rows):
         labels[row, scored] = input_ids[row, scored]
     return {"input_ids": input_ids, "labels": labels}

@@ -1,7 +1,6 @@
 """The page of a run of `metatokens shrink`: one self-contained HTML file."""
 
 import base64
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.axes import Axes
+from scipy.stats import sem
 
 from metatokens.evaluation.intervals import clustered_interval, normal_interval
 from metatokens.files import write_whole
-from metatokens.looking.style import FURTHER, STYLES, Style, line, png, small_multiples
+from metatokens.looking.style import FURTHER, STYLES, line, png, small_multiples
 from metatokens.records import Result, unpack_hits
 from metatokens.shrink.choosing import Head, HeadLoss
 from metatokens.shrink.cost import Cost
@@ -107,18 +107,12 @@ class Findings:
     @property
     def reference(self) -> str | None:
         """The model to compare with: the full cache, trained alike, or else as it was; None if neither is measured."""
-        measured = [name for name in (TRAINED_FULL, BASE) if name in self.models]
-        return measured[0] if measured else None
+        return next((name for name in (TRAINED_FULL, BASE) if name in self.models), None)
 
     @property
     def usual_length(self) -> int:
         """The longest measured length up to `length`; the shortest of all if there is none."""
         return max([length for length in self.lengths if length <= self.length] or self.lengths[:1])
-
-    @property
-    def seed(self) -> int:
-        """The seed of the training."""
-        return self.results[0].seed
 
     @property
     def models(self) -> list[str]:
@@ -162,28 +156,28 @@ class Findings:
 
     def loss_difference(self, kind: str, model: str, reference: str) -> tuple[float, float, float]:
         """Nats a token by which a model predicts excerpts or replies worse than another, with a 95 % interval."""
-        differences = np.array(self._losses(kind, model)) - np.array(self._losses(kind, reference))
+        differences = self._losses(kind, model) - self._losses(kind, reference)
         mean = float(differences.mean())
-        error = float(differences.std(ddof=1)) / math.sqrt(len(differences))
-        return mean, *normal_interval(mean, error)
+        return mean, *normal_interval(mean, float(sem(differences)))
 
     def mean_loss(self, kind: str, model: str) -> float:
         """Nats a token of excerpts or replies."""
-        return float(np.mean(self._losses(kind, model)))
+        return float(self._losses(kind, model).mean())
 
     @property
     def predicted(self) -> list[str]:
         """What perplexities are of: excerpts, and replies if there are several."""
         return [kind for kind in (EXCERPT, REPLY) if len(self._losses(kind, SHRUNK)) > 1]
 
-    def _losses(self, kind: str, model: str) -> list[float]:
-        return [
-            math.log(_value(result))
+    def _losses(self, kind: str, model: str) -> np.ndarray:
+        perplexities = [
+            result.value
             for result in self.results
             if result.model == model
             and result.metric == "perplexity"
             and str(result.text).startswith(kind)
         ]
+        return np.log(np.array(perplexities, float))
 
     def _lookups(self) -> list[Result]:
         return [result for result in self.results if result.metric == "exact_match"]
@@ -192,11 +186,6 @@ class Findings:
 def name_of_head(head: Head) -> str:
     """The name of a head, as `--full-heads` takes it."""
     return ".".join(map(str, head))
-
-
-def _value(result: Result) -> float:
-    assert result.value is not None
-    return result.value
 
 
 def write_page(findings: Findings, file: Path) -> None:
@@ -217,31 +206,25 @@ def write_page(findings: Findings, file: Path) -> None:
 
 def _picture(findings: Findings) -> bytes:
     """What is found against what is kept, and against the length of the text."""
-    styles = dict(zip(findings.models, [*STYLES.values(), *FURTHER], strict=False))
+    lengths, models = findings.lengths, findings.models
+    styles = dict(zip(models, [*STYLES.values(), *FURTHER], strict=False))
+    answered = {
+        model: [findings.new(model, length).percent for length in lengths] for model in models
+    }
 
     def by_length(axes: Axes) -> None:
-        for model in findings.models:
-            shares = [findings.new(model, length).percent for length in findings.lengths]
-            axes.plot(findings.lengths, shares, label=model, **line(styles[model]))
+        for model in models:
+            axes.plot(lengths, answered[model], label=model, **line(styles[model]))
         axes.set_xscale("log", base=2)
-        axes.set_xticks(findings.lengths, [f"{length:,}" for length in findings.lengths])
-        axes.set_xlabel("tokens of the text")
-        axes.set_ylabel("found, %")
-        axes.set_ylim(-3, 103)
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        axes.set(xlabel="tokens of the text", ylabel="found, %", ylim=(-3, 103))
 
     def by_share(axes: Axes) -> None:
-        for model in findings.models:
-            _draw_found_against_kept(axes, findings, model, styles[model])
-        axes.set_xlabel("keys and values kept, %")
-        axes.set_ylabel("found, %")
-        axes.set_ylim(-3, 103)
+        for model in models:
+            shares_kept = [100 * findings.share_kept(model, length) for length in lengths]
+            points = line(styles[model], linestyle="none")
+            axes.plot(shares_kept, answered[model], label=model, **points)
+        axes.set(xlabel="keys and values kept, %", ylabel="found, %", ylim=(-3, 103))
 
     panels = {"Found, by the length of the text": by_length, "Found, by what is kept": by_share}
-    return png(small_multiples(panels, findings.models))
-
-
-def _draw_found_against_kept(axes: Axes, findings: Findings, model: str, style: Style) -> None:
-    """A point for each length of the texts."""
-    shares_kept = [100 * findings.share_kept(model, length) for length in findings.lengths]
-    shares = [findings.new(model, length).percent for length in findings.lengths]
-    axes.plot(shares_kept, shares, label=model, **line(style, linestyle="none"))
+    return png(small_multiples(panels, models))

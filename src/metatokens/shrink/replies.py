@@ -8,7 +8,7 @@ import torch
 from transformers import set_seed
 
 from metatokens.data.tokenizer import encode_text
-from metatokens.decoder import left_padded
+from metatokens.decoder import left_padded, up_to_end
 from metatokens.shrink.lookups import Lookups
 from metatokens.tasks.example import Encoded
 
@@ -59,12 +59,7 @@ def draw_replies(
     """
     set_seed(seed)
     generator = np.random.default_rng(seed)
-    requests = [
-        _request_about_text(generator, lookups, lengths)
-        if generator.random() < about_texts
-        else _request_about_word(generator, lookups)
-        for _ in range(count)
-    ]
+    requests = [_request(generator, lookups, lengths, about_texts) for _ in range(count)]
     assert lookups.turns is not None
     end = lookups.turns.ending[-1]
     for start in range(0, count, AT_ONCE):
@@ -81,31 +76,23 @@ def draw_replies(
         )
         for prompt, reply in zip(prompts, written[:, ids.shape[1] :].tolist(), strict=True):
             if reply[0] != end:
-                yield Encoded(input_ids=prompt + _up_to(end, reply), answer_start=len(prompt))
+                yield Encoded(input_ids=prompt + up_to_end(reply, [end]), answer_start=len(prompt))
 
 
-def _request_about_text(
-    generator: np.random.Generator, lookups: Lookups, lengths: tuple[int, int]
+def _request(
+    generator: np.random.Generator, lookups: Lookups, lengths: tuple[int, int], about_texts: float
 ) -> list[int]:
-    shortest, longest = lengths
-    text = lookups.prose.excerpt(generator, int(generator.integers(shortest, longest + 1)))
-    return _request(lookups, text, f"\n\n{generator.choice(ABOUT_A_TEXT)}")
-
-
-def _request_about_word(generator: np.random.Generator, lookups: Lookups) -> list[int]:
-    request = str(generator.choice(ABOUT_A_WORD)).format(
-        name=generator.choice(lookups.entities.names), word=generator.choice(lookups.entities.words)
-    )
-    return _request(lookups, [], request)
-
-
-def _request(lookups: Lookups, text: list[int], request: str) -> list[int]:
     """The ids of a conversation up to the model's answer."""
+    excerpt: list[int] = []
+    if generator.random() < about_texts:
+        shortest, longest = lengths
+        excerpt = lookups.prose.excerpt(generator, int(generator.integers(shortest, longest + 1)))
+        request = f"\n\n{generator.choice(ABOUT_A_TEXT)}"
+    else:
+        request = str(generator.choice(ABOUT_A_WORD)).format(
+            name=generator.choice(lookups.entities.names),
+            word=generator.choice(lookups.entities.words),
+        )
     (request_ids,) = encode_text(lookups.tokenizer, [request], continues=True)
     assert lookups.turns is not None
-    return [*lookups.turns.opening, *text, *request_ids, *lookups.turns.answering]
-
-
-def _up_to(end: int, ids: list[int]) -> list[int]:
-    """The ids up to the first end, which belongs to them."""
-    return ids[: ids.index(end) + 1] if end in ids else ids
+    return [*lookups.turns.opening, *excerpt, *request_ids, *lookups.turns.answering]

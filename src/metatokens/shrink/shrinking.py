@@ -3,13 +3,14 @@
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from pydantic import BaseModel
 from transformers import set_seed
 
 from metatokens.checkpoint import (
@@ -43,7 +44,7 @@ from metatokens.shrink.measuring import (
 from metatokens.shrink.mixture import MOST_FORMS, Mixture
 from metatokens.shrink.page import Findings, write_page
 from metatokens.shrink.replies import draw_replies
-from metatokens.shrink.texts import HELD_OUT_EVERY, UserText
+from metatokens.shrink.texts import UserText, split_apart
 from metatokens.tasks.example import Encoded, read_examples
 from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import Figures, Progress, train, unwatched
@@ -56,36 +57,25 @@ WINDOW_TO_CHOOSE_BY, FACTS_TO_CHOOSE_BY = 64, 12  # of a head that forgets, and 
 PAGE = "page.html"
 USERS = "own"  # the kind of a user's questions
 
+Line = TypeVar("Line", HeadLoss, Cost)
 # Shows the progress of a step, by its name.
 Watch = Callable[[str], AbstractContextManager[Progress]]
 
 
-@dataclass(frozen=True)
-class Kept:
-    """What the cache of a model keeps of a text besides its sinks.
-
-    Attributes:
-        window: the last positions, which each other head keeps; None: each head keeps everything.
-        full_heads: the key-value heads that keep everything.
-    """
-
-    window: int | None
-    full_heads: list[Head]
-
-
-@dataclass(frozen=True)
-class Arm:
+class Arm(NamedTuple):
     """A model that is measured.
 
     Attributes:
         name: in the results.
         folder: of the trained model, in the run's folder; None: the base as it is.
-        cache: what it keeps, in training too.
+        window: the last positions, which each head but the full ones keeps, in training too; None: everything.
+        full_heads: the key-value heads that keep everything.
     """
 
     name: str
-    folder: str | None
-    cache: Kept
+    folder: str | None = None
+    window: int | None = None
+    full_heads: Sequence[Head] = ()
 
 
 NAMES = (BASE, SHRUNK, TRAINED_FULL, TRAINED_WINDOW)
@@ -163,9 +153,10 @@ class _Run:
             for head in range(count)
         ]
         # Refuses what cannot forget, and heads that are not there.
-        some_heads = self.heads[: min(1, self._number_of_full_heads)]
         full_heads = recipe.cache.full_heads
-        apply_text_window(retrofit, 1, full_heads=some_heads if full_heads is None else full_heads)
+        apply_text_window(
+            retrofit, 1, full_heads=self.heads[:1] if full_heads is None else full_heads
+        )
         rule = recipe.cache.landmarks
         self.landmarks = None if rule is None else Landmarks(self.tokenizer, rule)
         self.length = min(recipe.cache.length, self.limit)
@@ -180,13 +171,14 @@ class _Run:
                 f"a window of {self.window:,} positions reaches over most of the {self.longest:,} tokens that a text "
                 "of the training may have, half of the model's limit: keep less."
             )
-        self.records = [] if questions is None else read_examples(questions, self.tokenizer)
+        records = [] if questions is None else read_examples(questions, self.tokenizer)
         if self.landmarks is not None and any(
-            self.landmarks.meta_token_id in record.input_ids for record in self.records
+            self.landmarks.meta_token_id in record.input_ids for record in records
         ):
             raise UserError(
                 f"{questions} has records with markers, and cache.landmarks puts meta-tokens elsewhere: leave one out."
             )
+        self.records_to_train_on, self.records_to_measure_on = split_apart(records)
         self.settings = {
             "verb": "shrink",
             "recipe": recipe.model_dump(mode="json", exclude=WITHOUT_EFFECT),
@@ -195,7 +187,7 @@ class _Run:
             "forms": [form.model_dump() for purpose in self.forms.values() for form in purpose],
             "questions_sha256": questions and file_sha256(questions),
         }
-        self.cache: Kept  # of the shrunk model, once it is chosen
+        self.losses: list[HeadLoss] = []
 
     def _base(self) -> Any:
         """The base with a meta-token."""
@@ -208,20 +200,22 @@ class _Run:
     @cached_property
     def text(self) -> UserText:
         """The user's text."""
-        return UserText(self.tokenizer, self.corpora, max([self.longest, *self.tested_lengths]))
+        return UserText(self.tokenizer, self.corpora, max([self.longest, *self.tested_texts]))
 
     @cached_property
-    def tested_lengths(self) -> list[int]:
-        """The lengths of the tests: the model can read so much, and its window covers two thirds at most."""
-        lengths = [
-            length for length in self.recipe.tests.texts if self.shortest <= length <= self.limit
-        ]
-        if not lengths:
+    def tested_texts(self) -> dict[int, int]:
+        """The texts of the tests, by length: the model can read so much, and its window covers two thirds at most."""
+        texts = {
+            length: count
+            for length, count in self.recipe.tests.texts.items()
+            if self.shortest <= length <= self.limit
+        }
+        if not texts:
             raise UserError(
                 f"no length of tests.texts is between {self.shortest:,} and {self.limit:,} tokens: a window of "
                 f"{self.window:,} forgets too little of a shorter text, and the model reads no longer one."
             )
-        return lengths
+        return texts
 
     @cached_property
     def lookups(self) -> dict[str, Lookups]:
@@ -239,27 +233,30 @@ class _Run:
         """Choose the heads that keep everything: those of the recipe, or those that need it most by measurement."""
         full_heads = self.recipe.cache.full_heads
         if full_heads is None:
-            full_heads = most_needed(self.head_losses(watch), self._number_of_full_heads)
-        self.cache = Kept(self.window, full_heads)
+            self.losses = self.head_losses(watch)
+            full_heads = most_needed(self.losses, self._number_of_full_heads)
+        self.full_heads = full_heads
 
     def ask_base(self, watch: Watch) -> None:
         """Write what the base answers in a chat; nothing if it has no chat template."""
         if self._replies_file.exists():
             return
-        counts = {"train": self.recipe.mixture.replies, "test": self.recipe.tests.replies}
-        # A test is about what a model forgets, so that its texts are longer than the window.
-        about_texts = {"train": 0.5, "test": 1.0}
-        written: dict[str, list[Any]] = {split: [] for split in counts}
+        kinds = (
+            ("train", self.recipe.mixture.replies, 0.5),
+            # About what a model forgets, so about texts, which are longer than the window.
+            ("test", self.recipe.tests.replies, 1.0),
+        )
+        written: dict[str, list[Any]] = {"train": [], "test": []}
         turns = self.lookups["train"].turns
         if turns is not None and turns.ending:
             model = _for_measuring(self._base())
-            for seed, (split, count) in enumerate(counts.items()):
+            for seed, (split, count, about_texts) in enumerate(kinds):
                 replies = draw_replies(
                     model,
                     self.lookups[split],
                     count,
                     lengths=(self.beyond, max(self.beyond, self.longest // 2)),
-                    about_texts=about_texts[split],
+                    about_texts=about_texts,
                     seed=seed,
                 )
                 with watch(f"ask the base: {split}") as progress:
@@ -275,11 +272,10 @@ class _Run:
 
     def arms(self, *, controls: bool) -> list[Arm]:
         """The models to measure, the shrunk one first."""
-        everything = Kept(None, [])
-        arms = [Arm(SHRUNK, "model", self.cache), Arm(BASE, None, everything)]
+        arms = [Arm(SHRUNK, "model", self.window, self.full_heads), Arm(BASE)]
         if controls:
-            arms.append(Arm(TRAINED_FULL, "controls/full", everything))
-            arms.append(Arm(TRAINED_WINDOW, "controls/window", Kept(self._window(0), [])))
+            arms.append(Arm(TRAINED_FULL, "controls/full"))
+            arms.append(Arm(TRAINED_WINDOW, "controls/window", self._window(0)))
         return arms
 
     def _window(self, full_heads: int) -> int:
@@ -322,9 +318,8 @@ class _Run:
                     WINDOW_TO_CHOOSE_BY,
                     lambda done, total: progress(done, total, {}),
                 )
-            lines = [loss.model_dump() for loss in losses]
-            write_whole(file, json.dumps(lines, indent=1).encode())
-        return [HeadLoss(**line) for line in json.loads(file.read_text(encoding="utf-8"))]
+            _write_list(file, losses)
+        return _read_list(file, HeadLoss)
 
     def train(self, arm: Arm, watch: Watch) -> None:
         """Train a model with what its cache keeps."""
@@ -336,8 +331,8 @@ class _Run:
         settings = training.model_copy(
             update={
                 "bf16": training.bf16 or has_fast_bfloat16(),
-                "text_window": arm.cache.window,
-                "text_full_heads": arm.cache.full_heads or None,
+                "text_window": arm.window,
+                "text_full_heads": arm.full_heads or None,
             }
         )
         mixture = Mixture(
@@ -350,7 +345,7 @@ class _Run:
             prose_share=self.recipe.mixture.prose_share,
             seed=settings.seed,
             replies=self.replies("train"),
-            user_records=self._user_records(is_held_out=False),
+            user_records=self.records_to_train_on,
             landmarks=self.landmarks,
         )
         set_seed(settings.seed)
@@ -366,7 +361,7 @@ class _Run:
                 self.tokenizer,
                 settings,
                 folder,
-                collator=_only_batch,
+                collator=itemgetter(0),  # the mixture's items are whole batches
                 progress=progress,
             )
 
@@ -376,14 +371,14 @@ class _Run:
         window_alone = self._window(0)
         beyond = {
             length: max(self.beyond, min(window_alone + MARGIN, length // 2))
-            for length in self.tested_lengths
+            for length in self.tested_texts
         }
         return draw_tests(
             self.lookups["test"],
             self.forms["train"],
-            {length: self.recipe.tests.texts[length] for length in self.tested_lengths},
+            self.tested_texts,
             beyond=beyond,
-            user_questions=[_asked(record) for record in self._user_records(is_held_out=True)],
+            user_questions=[_asked(record) for record in self.records_to_measure_on],
             excerpts=self.recipe.tests.excerpts,
             excerpt_length=self.longest,
             replies=self.replies("test"),
@@ -395,9 +390,8 @@ class _Run:
         if file.exists():
             return
         file.parent.mkdir(exist_ok=True)
-        model = _for_measuring(self._trained(arm))
         measuring = Measuring(
-            model,
+            self._model_of(arm),
             arm.name,
             seed=self.recipe.training.seed,
             # The base's meta-token is not trained.
@@ -417,7 +411,7 @@ class _Run:
         file = self.out / "costs.json"
         if file.exists():
             return
-        model = _for_measuring(self._trained(arm))
+        model = self._model_of(arm)
         measured: list[Cost] = []
         lengths = [
             length
@@ -426,12 +420,12 @@ class _Run:
         ]
         with watch("memory and speed") as progress:
             for done, length in enumerate(lengths, start=1):
-                text = self.text.held_out.ids[:length]
+                text = self.text.held_out.ids[:length].tolist()
                 if self.landmarks is not None:
-                    text = np.array(self.landmarks.insert_into(text.tolist()))
+                    text = self.landmarks.insert_into(text)
                 measured += costs(model, text, length, self.recipe.tests.cost_rounds)
                 progress(done, len(lengths), {})
-        write_whole(file, json.dumps([cost.model_dump() for cost in measured], indent=1).encode())
+        _write_list(file, measured)
 
     def write_page(self) -> Findings:
         """Write the page of what is measured so far."""
@@ -441,14 +435,15 @@ class _Run:
             if self._results_file(name).exists()
             for result in read_lines(self._results_file(name), Result)
         ]
-        heads = self.out / "heads.json"
-        losses = json.loads(heads.read_text(encoding="utf-8")) if heads.exists() else []
-        cost_lines = json.loads((self.out / "costs.json").read_text(encoding="utf-8"))
         findings = Findings(
             results=results,
-            losses=[HeadLoss(**line) for line in losses],
-            costs=[Cost(**line) for line in cost_lines],
-            cache={**asdict(self.cache), "landmarks": self.recipe.cache.landmarks},
+            losses=self.losses,
+            costs=_read_list(self.out / "costs.json", Cost),
+            cache={
+                "window": self.window,
+                "full_heads": self.full_heads,
+                "landmarks": self.recipe.cache.landmarks,
+            },
             out=self.out,
             base=str(self.model),
             length=self.length,
@@ -464,27 +459,27 @@ class _Run:
     def _results_file(self, name: str) -> Path:
         return self.out / "results" / f"{name.replace(', ', '-').replace(' ', '-')}.jsonl"
 
-    def _trained(self, arm: Arm) -> Any:
-        return self._base() if arm.folder is None else load_model(self.out / arm.folder)
+    def _model_of(self, arm: Arm) -> Any:
+        model = self._base() if arm.folder is None else load_model(self.out / arm.folder)
+        return _for_measuring(model)
 
-    def _user_records(self, *, is_held_out: bool) -> list[Encoded]:
-        """The user's own records to train on, or those to measure on."""
-        return [
-            record
-            for number, record in enumerate(self.records, start=1)
-            if (number % HELD_OUT_EVERY == 0) == is_held_out
-        ]
+
+def _write_list(file: Path, lines: Sequence[BaseModel]) -> None:
+    write_whole(file, json.dumps([line.model_dump() for line in lines], indent=1).encode())
+
+
+def _read_list(file: Path, kind: type[Line]) -> list[Line]:
+    return [kind(**line) for line in json.loads(file.read_text(encoding="utf-8"))]
 
 
 def _text_to_choose_by(lookups: Lookups, number: int, length: int) -> Asked:
     """A text with look-ups of several forms, for which a head has to remember."""
     generator = np.random.default_rng(number)
-    chosen = generator.choice(len(lookups.forms), MOST_FORMS, replace=False)
     return lookups.draw(
         generator,
         length=length,
         beyond=WINDOW_TO_CHOOSE_BY + MARGIN,
-        forms=[lookups.forms[form] for form in chosen],
+        forms=lookups.some_forms(generator, MOST_FORMS),
         facts=FACTS_TO_CHOOSE_BY,
     )
 
@@ -494,12 +489,6 @@ def _for_measuring(model: Any) -> Any:
     if has_fast_bfloat16():
         model = model.to(torch.bfloat16)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-
-
-def _only_batch(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The one item of a batch, which a mixture gives whole."""
-    (batch,) = items
-    return batch
 
 
 def _asked(record: Encoded) -> Asked:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -19,9 +20,10 @@ from metatokens.recipe import Split
 from metatokens.tasks.content import split_of
 
 MOST_CHARACTERS = 50_000_000  # of a user's text; the rest is not read
-HELD_OUT_EVERY = 10  # of so many documents, the last is held out
+HELD_OUT_EVERY = 10  # of so many documents or records, the last is held out
 FEWEST_WORDS = 64  # of a split, and of the names of a split
 NUMBERS = range(100, 10_000)  # that look-ups are about
+Item = TypeVar("Item")
 _WORD = re.compile(r"[^\W\d_]+")
 _NAME = re.compile(r"(?<=[a-z,;] )[A-Z][a-z]{2,}\b")  # within a sentence
 
@@ -101,6 +103,12 @@ class Prose:
         return [self.ids[start : start + length].tolist() for start in starts]
 
 
+def split_apart(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
+    """The items to train on, and those to measure on, every tenth."""
+    train = [item for number, item in enumerate(items, start=1) if number % HELD_OUT_EVERY]
+    return train, [*items[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]]
+
+
 class UserText:
     """What a user gives as text, cut into documents to train on and documents to measure on.
 
@@ -120,8 +128,7 @@ class UserText:
             UserError: if a corpus cannot be read, or has no excerpt of `longest` tokens to train on and to measure on.
         """
         documents = list(_documents(corpora))
-        train = [text for i, text in enumerate(documents, 1) if i % HELD_OUT_EVERY]
-        held_out = documents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+        train, held_out = split_apart(documents)
         self.train, self.held_out = Prose(tokenizer, train), Prose(tokenizer, held_out)
         for name, prose in (("to train on", self.train), ("held out", self.held_out)):
             if len(prose.ids) <= longest:
