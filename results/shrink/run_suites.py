@@ -34,8 +34,7 @@ class Answering:
     """
 
     def __init__(self, folder: Path):
-        model = load_model(folder)
-        self.model: Any = model.to(torch.bfloat16) if has_fast_bfloat16() else model
+        self.model: Any = load_model(folder, dtype="bfloat16" if has_fast_bfloat16() else None)
         self.tokenizer = load_tokenizer(str(folder))
         self._stop = stop_tokens(self.model)
         self._never = never_generated(self.model.config)

@@ -259,8 +259,14 @@ def load_base(folder: Path, dtype: str | None = None) -> PreTrainedModel:
     return _load(folder, _DECODERS, dtype, is_base=True)
 
 
-def load_base_and_tokenizer(model: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_base_and_tokenizer(
+    model: Path, dtype: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a base for `add_meta_attention` and its tokenizer from a folder or `hf:NAME`.
+
+    Args:
+        model: the folder or name.
+        dtype: as in `load_model`.
 
     Raises:
         UserError: as `fetch_model` and `load_base`, and if the tokenizer cannot be loaded.
@@ -269,7 +275,7 @@ def load_base_and_tokenizer(model: Path) -> tuple[PreTrainedModel, PreTrainedTok
     if not folder.exists():
         raise UserError(f"there is no folder {folder}; a model of the Hub is hf:NAME.")
     tokenizer = load_plain_tokenizer(str(folder))
-    base = load_base(folder)
+    base = load_base(folder, dtype)
     # A name that holds wherever the added weights are saved, and on other machines.
     base.config.name_or_path = (
         str(folder.absolute()) if folder == model else model.as_posix().removeprefix("hf:")

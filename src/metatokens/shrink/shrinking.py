@@ -189,9 +189,9 @@ class _Run:
         }
         self.losses: list[HeadLoss] = []
 
-    def _base(self) -> Any:
+    def _base(self, dtype: str | None = None) -> Any:
         """The base with a meta-token."""
-        base, _ = load_base_and_tokenizer(self.model)
+        base, _ = load_base_and_tokenizer(self.model, dtype)
         model: Any = add_meta_attention(base, self.tokenizer, layers=[])
         # PEFT would look for a configuration under that name.
         model.name_or_path = model.config.name_or_path = ""
@@ -249,7 +249,7 @@ class _Run:
         written: dict[str, list[Any]] = {"train": [], "test": []}
         turns = self.lookups["train"].turns
         if turns is not None and turns.ending:
-            model = _for_measuring(self._base())
+            model = self._base_to_measure()
             for seed, (split, count, about_texts) in enumerate(kinds):
                 replies = draw_replies(
                     model,
@@ -309,7 +309,7 @@ class _Run:
                 _text_to_choose_by(self.lookups["train"], number, min(512, self.longest))
                 for number in range(self.recipe.tests.choosing)
             ]
-            model = _for_measuring(self._base())
+            model = self._base_to_measure()
             with watch("choose heads") as progress:
                 losses = losses_of_heads(
                     model,
@@ -460,8 +460,13 @@ class _Run:
         return self.out / "results" / f"{name.replace(', ', '-').replace(' ', '-')}.jsonl"
 
     def _model_of(self, arm: Arm) -> Any:
-        model = self._base() if arm.folder is None else load_model(self.out / arm.folder)
-        return _for_measuring(model)
+        if arm.folder is None:
+            return self._base_to_measure()
+        return load_model(self.out / arm.folder, dtype=_dtype_to_measure_in())
+
+    def _base_to_measure(self) -> Any:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return self._base(_dtype_to_measure_in()).to(device).eval()
 
 
 def _write_list(file: Path, lines: Sequence[BaseModel]) -> None:
@@ -484,11 +489,9 @@ def _text_to_choose_by(lookups: Lookups, number: int, length: int) -> Asked:
     )
 
 
-def _for_measuring(model: Any) -> Any:
-    """The model in evaluation mode, on a GPU if there is one, in bfloat16 where that is fast."""
-    if has_fast_bfloat16():
-        model = model.to(torch.bfloat16)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+def _dtype_to_measure_in() -> str | None:
+    # Chosen when a model is loaded: converting it later would round the frequencies of its rotary positions.
+    return "bfloat16" if has_fast_bfloat16() else None
 
 
 def _asked(record: Encoded) -> Asked:
