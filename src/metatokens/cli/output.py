@@ -164,16 +164,13 @@ def progress_bar(verb: str) -> "Iterator[Progress]":
             yield Text(self.figures)
 
     console = Console(stderr=True)
-    printed = time.monotonic()
-    has_figures = False
+    printed, has_figures = time.monotonic(), False
 
     def print_line(done: int, total: int, figures: "Figures") -> None:
         nonlocal printed, has_figures
-        is_due = time.monotonic() - printed > LINE_EVERY
         has_first_figures = bool(figures) and not has_figures
-        if is_due or has_first_figures or done == total:
-            printed = time.monotonic()
-            has_figures = bool(figures)
+        if has_first_figures or done == total or time.monotonic() - printed > LINE_EVERY:
+            printed, has_figures = time.monotonic(), bool(figures)
             shown = f": {_shown(figures)}" if figures else ""
             print(f"{verb} {done:,}/{total:,}{shown}", file=sys.stderr, flush=True)
 
