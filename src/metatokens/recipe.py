@@ -261,15 +261,13 @@ class FinetuneRecipe(_Settings):
 
     @model_validator(mode="after")
     def _losses_fit_the_task(self) -> "FinetuneRecipe":
-        task, training = self.task, self.training
-        has_drill = any(stage.drill for stage in task.stages)
-        has_bracket_loss = any(stage.bracket_loss for stage in task.stages)
-        if task.condition != "paper" and (has_drill or has_bracket_loss):
+        stages, condition = self.task.stages, self.task.condition
+        if condition != "paper" and any(stage.drill or stage.bracket_loss for stage in stages):
             raise ValueError(
                 "a stage's drill or bracket_loss is for task.condition paper, whose markers bracket the answer, and "
-                f"task.condition is {task.condition}"
+                f"task.condition is {condition}"
             )
-        if has_bracket_loss and training.torch_compile:
+        if self.training.torch_compile and any(stage.bracket_loss for stage in stages):
             raise ValueError(
                 "a stage's bracket_loss reads the states after each block, which training.torch_compile hides"
             )
