@@ -215,7 +215,7 @@ def retrofit(
     from metatokens.checkpoint import load_base_and_tokenizer, save_model
     from metatokens.retrofit.injection import add_meta_attention
 
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise UserError(f"{out} is not an empty folder; give another one.")
     base: Any
     base, tokenizer = load_base_and_tokenizer(model)
