@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    ValidationError,
+    model_validator,
+)
 
 from metatokens.errors import UserError, broken_rule, one_line
 from metatokens.machine import process_count
@@ -34,6 +43,8 @@ Dtype = Literal["float32", "bfloat16"]
 
 Positive = Annotated[int, Field(gt=0, lt=2**31)]
 AtLeastZero = Annotated[int, Field(ge=0, lt=2**31)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Heads = list[tuple[AtLeastZero, AtLeastZero]]  # pairs of a block and a head in it
 
 MAX_BYTES = 2**16  # of a recipe
 _NEVER = 2**30  # `decay_steps` of a learning rate that stays constant
@@ -51,14 +62,11 @@ def landmark_rule(rule: str) -> str:
     )
 
 
+LandmarkRule = Annotated[str, AfterValidator(landmark_rule)]
+
+
 def _placement(name: str) -> str:
     return name if name in get_args(Placement) else landmark_rule(name)
-
-
-def _ascending(ends: tuple[int, int]) -> tuple[int, int]:
-    if ends[0] > ends[1]:
-        raise ValueError(f"{ends[0]} to {ends[1]} is not a range: the smaller number comes first")
-    return ends
 
 
 class _Settings(BaseModel):
@@ -93,7 +101,7 @@ class ModelSettings(_Settings):
     second_attention: SecondAttention = "meta"
     attention_scale: AttentionScale = "constant"
     bias: bool = False
-    initializer_range: Annotated[float, Field(gt=0)] = 0.02
+    initializer_range: PositiveFloat = 0.02
 
 
 class TrainerSettings(_Settings):
@@ -102,12 +110,12 @@ class TrainerSettings(_Settings):
     max_steps: Positive
     per_device_train_batch_size: Positive = 12
     gradient_accumulation_steps: Positive = 1
-    learning_rate: Annotated[float, Field(gt=0)] = 6e-4  # of AdamW
+    learning_rate: PositiveFloat = 6e-4  # of AdamW
     warmup_steps: AtLeastZero = 0
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1  # on matrices only
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    weight_decay: NonNegativeFloat = 0.1  # on matrices only
+    adam_beta1: BelowOne = 0.9
+    adam_beta2: BelowOne = 0.95
+    max_grad_norm: PositiveFloat = 1.0
     logging_steps: Positive = 10
     save_steps: Positive = 1000
     bf16: bool = False
@@ -121,11 +129,11 @@ class TrainingSettings(TrainerSettings):
     """How a model is trained: the Trainer's fields, and those that this package adds or reads differently."""
 
     decay_steps: Positive | None = None  # horizon of the learning rate's cosine; None: max_steps
-    min_learning_rate: Annotated[float, Field(ge=0)] = 6e-5  # where that cosine ends
+    min_learning_rate: NonNegativeFloat = 6e-5  # where that cosine ends
     # Muon (Jordan et al., 2024) updates the matrices inside the blocks; AdamW updates everything else.
     optimizer: Literal["adamw", "muon"] = "adamw"
     # Muon's rate is warmed up and decayed by the same factors. Its momentum is 0.95, and it has no weight decay.
-    muon_learning_rate: Annotated[float, Field(gt=0)] = 0.02
+    muon_learning_rate: PositiveFloat = 0.02
     # Steps between two measurements of the held-out loss; 0: never. None: about ten measurements in a run that has a
     # held-out split, or fewer, so that training reads about twice as many items as they measure (`measured_every`).
     eval_steps: AtLeastZero | None = None
@@ -140,7 +148,7 @@ class TrainingSettings(TrainerSettings):
     # The arguments of `set_text_window`: the window, and the layers and heads that see everything. None: as before.
     text_window: Positive | None = None
     text_full_layers: list[AtLeastZero] | None = None
-    text_full_heads: list[tuple[AtLeastZero, AtLeastZero]] | None = None
+    text_full_heads: Heads | None = None
 
     @model_validator(mode="after")
     def _fit_each_other(self) -> "TrainingSettings":
@@ -189,7 +197,7 @@ WITHOUT_EFFECT = {
     }
 }
 
-Range = Annotated[tuple[Positive, Positive], AfterValidator(_ascending)]
+Range = tuple[Positive, Positive]
 
 
 class CurriculumSettings(_Settings):
@@ -199,11 +207,11 @@ class CurriculumSettings(_Settings):
     items: Range  # the fewest and the most items of a list
     max_steps: Positive
     per_device_train_batch_size: Positive | None = None  # default: as in `training`
-    learning_rate: Annotated[float, Field(gt=0)] | None = None  # default: as in `training`
+    learning_rate: PositiveFloat | None = None  # default: as in `training`
     # For every task: copy random entries of the vocabulary. This teaches a model to find a bracket and a token.
     drill: bool = False
     # For segment counting: the weight of an auxiliary loss (`metatokens.training.bracket_loss`).
-    bracket_loss: Annotated[float, Field(gt=0)] | None = None
+    bracket_loss: PositiveFloat | None = None
 
 
 class TaskSettings(_Settings):
@@ -220,7 +228,7 @@ class TaskSettings(_Settings):
     # landmarks: the question sees the meta-tokens of its document alone (`LandmarksAlone`). None: all of it.
     question_sees: Literal["landmarks"] | None = None
     # Where the prompts of a user's own records get meta-tokens: a rule for landmarks, see `Landmarks`.
-    landmarks: Annotated[str, AfterValidator(landmark_rule)] | None = None
+    landmarks: LandmarkRule | None = None
     examples: Positive = 90_000
 
 
@@ -253,15 +261,13 @@ class FinetuneRecipe(_Settings):
 
     @model_validator(mode="after")
     def _losses_fit_the_task(self) -> "FinetuneRecipe":
-        task, training = self.task, self.training
-        has_drill = any(stage.drill for stage in task.stages)
-        has_bracket_loss = any(stage.bracket_loss for stage in task.stages)
-        if task.condition != "paper" and (has_drill or has_bracket_loss):
+        stages, condition = self.task.stages, self.task.condition
+        if condition != "paper" and any(stage.drill or stage.bracket_loss for stage in stages):
             raise ValueError(
                 "a stage's drill or bracket_loss is for task.condition paper, whose markers bracket the answer, and "
-                f"task.condition is {task.condition}"
+                f"task.condition is {condition}"
             )
-        if has_bracket_loss and training.torch_compile:
+        if self.training.torch_compile and any(stage.bracket_loss for stage in stages):
             raise ValueError(
                 "a stage's bracket_loss reads the states after each block, which training.torch_compile hides"
             )
@@ -311,10 +317,10 @@ class CacheSettings(_Settings):
     length: Positive = 4096  # tokens, at most the model's limit
     # The key-value heads that keep everything: pairs of a block and a head. None: those that need it most, which take
     # four fifths of the share at most.
-    full_heads: list[tuple[AtLeastZero, AtLeastZero]] | None = None
+    full_heads: Heads | None = None
     number_of_full_heads: AtLeastZero | None = None  # to choose, in place of that number
     # Where meta-tokens are inserted, which are kept too; a rule for landmarks, see `Landmarks`.
-    landmarks: Annotated[str, AfterValidator(landmark_rule)] | None = None
+    landmarks: LandmarkRule | None = None
 
 
 class MixtureSettings(_Settings):
@@ -323,7 +329,7 @@ class MixtureSettings(_Settings):
     tokens: Positive = 2048  # of a batch
     # Tokens of a text, at most half of the model's limit. Longer if most of it would be within the window.
     longest: Annotated[int, Field(ge=128)] = 2048
-    prose_share: Annotated[float, Field(ge=0, lt=1)] = 1 / 3  # of the batches
+    prose_share: BelowOne = 1 / 3  # of the batches
     replies: AtLeastZero = 128  # of the model itself, if it has a chat template
 
 
@@ -349,18 +355,14 @@ class ShrinkRecipe(_Settings):
     training: TrainingSettings
 
     @model_validator(mode="after")
-    def _has_no_other_window(self) -> "ShrinkRecipe":
-        if self.training.text_window is not None:
+    def _decides_window_and_batches(self) -> "ShrinkRecipe":
+        training = self.training
+        if training.text_window is not None:
             raise ValueError(
                 "training.text_window is not for shrink: cache.keep decides the window"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _has_batches_of_tokens(self) -> "ShrinkRecipe":
         # The loss is a mean over the tokens that count. Prose has most of them, so in a sum of batches look-ups would
         # weigh little.
-        training = self.training
         if training.per_device_train_batch_size * training.gradient_accumulation_steps != 1:
             raise ValueError(
                 "training.per_device_train_batch_size and gradient_accumulation_steps are 1 for shrink: mixture.tokens "

@@ -11,7 +11,6 @@ import torch
 
 from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
-from metatokens.errors import UserError
 from metatokens.tasks.curriculum import TaskData
 from metatokens.training.bracket_loss import bracket_labels, bracket_loss
 from metatokens.training.finetune import finetune
@@ -101,16 +100,3 @@ def test_a_stage_with_the_auxiliary_loss_leaves_no_head_and_begins_again(
     assert rest == [1, 2, 3, 4, 5, 6]
     assert result(tmp_path / "run") == result(tmp_path / "undisturbed")
     assert trained.keys() == load_model(model).state_dict().keys()
-
-
-def test_a_model_without_a_block_before_the_last(
-    small_model: Models, finetuning: Finetuning, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match="after each block but the last, and the model has one"):
-        finetune(
-            finetuning(STAGE),
-            small_model(num_hidden_layers=1),
-            tmp_path / "run",
-            task="segment_counting",
-        )
-    assert not (tmp_path / "run").exists()

@@ -77,7 +77,6 @@ def main(command: typer.Typer = app) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        _check_arguments()
         # A mistake then comes here, and typer draws no box around it.
         status = command(standalone_mode=False)
     except (UserError, UsageError) as error:
@@ -92,15 +91,6 @@ def main(command: typer.Typer = app) -> None:
         _leave()
     if status:
         sys.exit(status)
-
-
-def _check_arguments() -> None:
-    """Refuse what no result could name, before anything is measured."""
-    for argument in sys.argv[1:]:
-        try:
-            argument.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"the argument {argument!a} is not UTF-8.") from error
 
 
 def _write_utf_8() -> None:

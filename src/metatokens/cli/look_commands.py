@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -10,9 +10,6 @@ from metatokens.cli import options
 from metatokens.cli.output import say
 from metatokens.errors import UserError
 from metatokens.files import replace_same_kind
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def sample(
@@ -96,13 +93,18 @@ def generate(
     """Continue a text."""
     import torch
 
+    from metatokens.data.prompts import chat_text, encode_chat, encode_prompt
     from metatokens.data.tokenizer import check_meta_token
     from metatokens.decoder import continue_prompts
 
     loaded, tokenizer = options.load(model)
     if (marker, meta_every, landmarks) != (None, None, None):
         check_meta_token(loaded.config, tokenizer, model)
-    ids = _encoded(tokenizer, prompt, marker, landmarks, is_chat=chat)
+    if chat:
+        text = chat_text(tokenizer, [{"role": "user", "content": prompt}])
+        ids = encode_chat(tokenizer, text, marker, landmarks=landmarks)
+    else:
+        ids = encode_prompt(tokenizer, prompt, marker or (), landmarks=landmarks)
     if not ids:
         raise UserError("the prompt is empty.")
     has_meta = loaded.config.meta_token_id in ids
@@ -121,25 +123,10 @@ def generate(
     )
     if show_meta:
         print(continuation.with_meta)
+    elif chat:
+        print(continuation.text)
     else:
-        shown = "" if chat else prompt  # an answer stands alone
-        print(f"{shown}{continuation.text}")
-
-
-def _encoded(
-    tokenizer: "PreTrainedTokenizerBase",
-    text: str,
-    marker: str | None,
-    landmarks: str | None,
-    *,
-    is_chat: bool,
-) -> list[int]:
-    from metatokens.data.prompts import chat_text, encode_chat, encode_prompt
-
-    if is_chat:
-        chat = chat_text(tokenizer, [{"role": "user", "content": text}])
-        return encode_chat(tokenizer, chat, marker, landmarks=landmarks)
-    return encode_prompt(tokenizer, text, () if marker is None else marker, landmarks=landmarks)
+        print(f"{prompt}{continuation.text}")
 
 
 def look(
@@ -174,7 +161,7 @@ def look(
     from metatokens.looking.page import SIGNATURE, to_html
 
     looks = []
-    for folder in [model] if compare is None else [model, compare]:
+    for folder in filter(None, (model, compare)):
         loaded, tokenizer = options.load(fetch_model(folder))
         looks.append(
             look_inside(loaded, tokenizer, prompt, marker, landmarks=landmarks, name=str(folder))

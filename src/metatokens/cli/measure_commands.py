@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 DEFAULT_LENGTHS = "128,256,512,1024"
 DEFAULT_PROMPTS = 2_500
-NO_QUESTION = "--intervention landmarks_alone goes with --task, whose prompts have a question; leave --predictions out."
 
 
 Lengths = Annotated[
@@ -89,7 +88,9 @@ def evaluate(
     _check_sources(task, data, landmarks, is_drawn=(lengths, condition, n) != (None, None, None))
     is_alone = intervention == ALONE
     if is_alone and (task is None or predictions is not None):
-        raise UserError(NO_QUESTION)
+        raise UserError(
+            "--intervention landmarks_alone goes with --task, whose prompts have a question; leave --predictions out."
+        )
     change = None if intervention is None or is_alone else Intervention.parse(intervention)
     check_results_file(out)
     check_results_file(predictions)

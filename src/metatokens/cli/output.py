@@ -81,6 +81,10 @@ def print_figures(rows: Sequence[Mapping[str, Any]]) -> None:
         if all(row.get(name) == value for row in rows)
     }
     columns = {
+        "measured": [
+            ", ".join([row["metric"].replace("_", " "), *_described(row, without=shared)])
+            for row in rows
+        ],
         "value": [_number(row, "value") or "-" for row in rows],
         "95 % interval": [_interval(row) for row in rows],
         "n": [f"{row['n']:,}" for row in rows],
@@ -88,13 +92,12 @@ def print_figures(rows: Sequence[Mapping[str, Any]]) -> None:
     }
     shown = {heading: cells for heading, cells in columns.items() if any(cells)}
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("measured", overflow="fold")
     for heading in shown:
-        table.add_column(heading, justify="right", overflow="fold")
-    for row, *cells in zip(rows, *shown.values(), strict=True):
-        metric = row["metric"].replace("_", " ")
-        measured = ", ".join([metric, *_described(row, without=shared)])
-        table.add_row(*map(Text, [measured, *cells]))
+        table.add_column(
+            heading, justify="left" if heading == "measured" else "right", overflow="fold"
+        )
+    for cells in zip(*shown.values(), strict=True):
+        table.add_row(*map(Text, cells))
     console = Console()
     if shared:
         console.print(Text(", ".join(_described(shared)), style="dim"))
@@ -164,16 +167,13 @@ def progress_bar(verb: str) -> "Iterator[Progress]":
             yield Text(self.figures)
 
     console = Console(stderr=True)
-    printed = time.monotonic()
-    has_figures = False
+    printed, has_figures = time.monotonic(), False
 
     def print_line(done: int, total: int, figures: "Figures") -> None:
         nonlocal printed, has_figures
-        is_due = time.monotonic() - printed > LINE_EVERY
         has_first_figures = bool(figures) and not has_figures
-        if is_due or has_first_figures or done == total:
-            printed = time.monotonic()
-            has_figures = bool(figures)
+        if has_first_figures or done == total or time.monotonic() - printed > LINE_EVERY:
+            printed, has_figures = time.monotonic(), bool(figures)
             shown = f": {_shown(figures)}" if figures else ""
             print(f"{verb} {done:,}/{total:,}{shown}", file=sys.stderr, flush=True)
 

@@ -69,10 +69,8 @@ def pretrain(
 
     settings = load_recipe(PretrainRecipe, recipe, overrides or ())
     with progress_bar("pretrain") as progress:
-        trained = pretrain(settings, out, init=init, overwrite=overwrite, progress=progress)
-    if not trained:
-        _say_finished(out, f"pretrain --init {out}")
-    say(f"model: {out}")
+        is_trained = pretrain(settings, out, init=init, overwrite=overwrite, progress=progress)
+    _say_trained(out, is_trained)
 
 
 def extend(
@@ -101,7 +99,7 @@ def extend(
 
     settings = load_recipe(PretrainRecipe, recipe, overrides or ())
     with progress_bar("extend") as progress:
-        trained = extend(
+        is_trained = extend(
             model,
             out,
             factor=factor,
@@ -110,9 +108,19 @@ def extend(
             overwrite=overwrite,
             progress=progress,
         )
-    if not trained:
+    _say_trained(out, is_trained)
+
+
+def _say_trained(out: Path, is_trained: bool) -> None:
+    if not is_trained:
         _say_finished(out, f"pretrain --init {out}")
     say(f"model: {out}")
+
+
+def _say_finished(out: Path, further: str) -> None:
+    say(
+        f"the run in {out} is finished; to train its model further, start a new run with `{further}`."
+    )
 
 
 def finetune(
@@ -147,7 +155,7 @@ def finetune(
         records = read_examples(eval_data, tokenizer, landmarks=settings.task.landmarks)
         probe = partial(held_out_probe, records, tokenizer.eos_token_id)
     with progress_bar("finetune") as progress:
-        trained = finetune(
+        is_trained = finetune(
             settings,
             model,
             out,
@@ -159,7 +167,7 @@ def finetune(
             progress=progress,
             probe=probe,
         )
-    if not trained:
+    if not is_trained:
         last_phase = "data" if task is None else settings.task.train_lengths[-1]
         _say_finished(out, f"finetune --model {out / str(last_phase)}")
     say(f"models: {', '.join(str(path.parent) for path in sorted(out.glob('*/manifest.json')))}")
@@ -175,12 +183,6 @@ def _recipe_for_size(model: Path) -> str:
         f"recipe: pretrained_finetune, for weights of {LARGE / 1e6:.0f} MB or more; --recipe chooses another"
     )
     return "pretrained_finetune"
-
-
-def _say_finished(out: Path, further: str) -> None:
-    say(
-        f"the run in {out} is finished; to train its model further, start a new run with `{further}`."
-    )
 
 
 def retrofit(
@@ -213,7 +215,7 @@ def retrofit(
     from metatokens.checkpoint import load_base_and_tokenizer, save_model
     from metatokens.retrofit.injection import add_meta_attention
 
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise UserError(f"{out} is not an empty folder; give another one.")
     base: Any
     base, tokenizer = load_base_and_tokenizer(model)

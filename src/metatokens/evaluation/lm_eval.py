@@ -92,7 +92,8 @@ class MetaTokensLM(HFLM):
         self.meta_every, self.marker = meta_every, marker
         self._is_chat = False
         self._max_length: int | None  # set by `HFLM`
-        super().__init__(pretrained, device=_present_device(device), **kwargs)
+        # For a device that is not there, `HFLM` takes a GPU if there is one, else the CPU.
+        super().__init__(pretrained, device=device or "any", **kwargs)
         self._beginning = [] if self.add_bos_token is False else beginning_of(self.tokenizer)
         if meta_every is not None:
             self._landmarks = Landmarks(self.tokenizer, f"every:{meta_every}")
@@ -229,13 +230,6 @@ def _check_options(options: dict[str, Any]) -> None:
         raise UserError(
             "the tokenizer decides what a context begins with; add_bos_token may be False."
         )
-
-
-def _present_device(device: str | None) -> str:
-    """The device to load to. Without a GPU, `cuda` is the CPU: the harness's command asks for `cuda:0` by itself."""
-    if not torch.cuda.is_available():
-        return "cpu" if device is None or device.startswith("cuda") else device
-    return device or "cuda"
 
 
 def _main() -> None:

@@ -5,7 +5,7 @@ nothing precedes it. Meta-tokens are context, never targets.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -31,25 +31,22 @@ from metatokens.records import About, Result
 
 BATCH = 16  # blocks per forward pass
 
-# Row -> ids and labels of a block, each (positions,) int64.
-BlockOf = Callable[[int], tuple[np.ndarray, np.ndarray]]
+# Ids and labels of a block with its meta-tokens, each (positions,) int64.
+Block = tuple[np.ndarray, np.ndarray]
 
 
 @torch.inference_mode()
-def block_losses(model: PreTrainedModel, block_of: BlockOf, count: int) -> np.ndarray:
+def block_losses(model: PreTrainedModel, blocks: Sequence[Block]) -> np.ndarray:
     """The summed negative log-likelihood (nats) of each block's text tokens except the first, (blocks,) float64.
 
-    Args:
-        model: any model; it is put into evaluation mode.
-        block_of: gives the block of a number, with its meta-tokens.
-        count: blocks.
+    The model may be any; it is put into evaluation mode.
     """
     model.eval()
     losses: list[float] = []
-    for start in range(0, count, BATCH):
-        blocks = [block_of(row) for row in range(start, min(start + BATCH, count))]
-        ids = _padded([ids for ids, _ in blocks], 0).to(model.device)
-        labels = _padded([labels for _, labels in blocks], IGNORED_LABEL).to(model.device)
+    for start in range(0, len(blocks), BATCH):
+        batch = blocks[start : start + BATCH]
+        ids = _padded([ids for ids, _ in batch], 0).to(model.device)
+        labels = _padded([labels for _, labels in batch], IGNORED_LABEL).to(model.device)
         is_scored = labels[:, 1:] != IGNORED_LABEL
         remaining = labels[:, 1:][is_scored]
         token_losses = []
@@ -103,23 +100,24 @@ def perplexity(
         raise UserError(
             f"{subject.model} has no meta_token_id, so no meta-tokens can be inserted: set the placement to none."
         )
-    blocks = _text_blocks(text, block_size - meta_token_count(block_size, fraction))
-    count, text_per_block = blocks.shape
+    texts = _text_blocks(text, block_size - meta_token_count(block_size, fraction))
+    count, text_per_block = texts.shape
     if landmarks is None:
-        block_of, longest = _with_placement(blocks, meta_token_id, block_size, fraction, placement)
+        blocks = _with_placement(texts, meta_token_id, block_size, fraction, placement)
     else:
-        block_of, longest = _with_landmarks(blocks, meta_token_id, landmarks)
+        blocks = _with_landmarks(texts, meta_token_id, landmarks)
+    longest = max(len(ids) for ids, _ in blocks)
     if longest == text_per_block and condition != "none" and (fraction or landmarks is not None):
         raise UserError(
             f"{condition} inserts no meta-token into blocks of {block_size} tokens of this text."
         )
     check_length(model.config, longest)
-    loss_per_token = block_losses(model, block_of, count) / (text_per_block - 1)
+    loss_per_token = block_losses(model, blocks) / (text_per_block - 1)
     mean = loss_per_token.mean()
     low, high = normal_interval(mean, loss_per_token.std(ddof=1) / math.sqrt(count))
     # The lowest loss without context.
     return Result(
-        **measure_cache_share(model, (block_of(row)[0] for row in range(count))),
+        **measure_cache_share(model, (ids for ids, _ in blocks)),
         **subject.present_fields(
             position_embedding=model.config.position_embedding,
             condition=condition,
@@ -131,7 +129,7 @@ def perplexity(
         n=count * (text_per_block - 1),
         low=math.exp(low),
         high=math.exp(high),
-        chance=math.exp(entropy(np.bincount(blocks.reshape(-1)))),
+        chance=math.exp(entropy(np.bincount(texts.reshape(-1)))),
     )
 
 
@@ -147,36 +145,32 @@ def _text_blocks(text: np.ndarray, size: int) -> np.ndarray:
 
 
 def _with_placement(
-    blocks: np.ndarray, meta_token_id: int, block_size: int, fraction: float, placement: str
-) -> tuple[BlockOf, int]:
-    """The blocks with meta-tokens by a placement, drawn anew for each, and the length of the longest."""
+    texts: np.ndarray, meta_token_id: int, block_size: int, fraction: float, placement: str
+) -> list[Block]:
+    """The blocks with meta-tokens by a placement, drawn anew for each."""
     if placement == "none":  # also for a model without a meta-token
-        return lambda row: (blocks[row], blocks[row]), blocks.shape[1]
-
-    def block_of(row: int) -> tuple[np.ndarray, np.ndarray]:
-        return insert_meta_tokens(
-            blocks[row],
+        return [(text, text) for text in texts]
+    return [
+        insert_meta_tokens(
+            text,
             meta_token_id=meta_token_id,
             block_size=block_size,
             fraction=fraction,
             placement=placement,
             generator=np.random.default_rng(row),
         )
+        for row, text in enumerate(texts)
+    ]
 
-    return block_of, block_size
 
-
-def _with_landmarks(
-    blocks: np.ndarray, meta_token_id: int, landmarks: Landmarks
-) -> tuple[BlockOf, int]:
-    """The blocks with a meta-token behind each landmark, and the length of the longest."""
-    is_landmark = landmarks(blocks.reshape(-1)).reshape(blocks.shape)
-
-    def block_of(row: int) -> tuple[np.ndarray, np.ndarray]:
-        ids = np.insert(blocks[row], np.flatnonzero(is_landmark[row]) + 1, meta_token_id)
-        return ids, labels_of(ids, meta_token_id)
-
-    return block_of, blocks.shape[1] + int(is_landmark.sum(axis=1).max())
+def _with_landmarks(texts: np.ndarray, meta_token_id: int, landmarks: Landmarks) -> list[Block]:
+    """The blocks with a meta-token behind each landmark."""
+    are_landmarks = landmarks(texts.reshape(-1)).reshape(texts.shape)
+    blocks = []
+    for text, is_landmark in zip(texts, are_landmarks, strict=True):
+        ids = np.insert(text, np.flatnonzero(is_landmark) + 1, meta_token_id)
+        blocks.append((ids, labels_of(ids, meta_token_id)))
+    return blocks
 
 
 def held_out_text(

@@ -82,30 +82,29 @@ class Excerpts:
     def __init__(self, documents: Iterable[str]):
         distinct = map(_document, dict.fromkeys(documents))
         self._documents = sorted(distinct, key=lambda document: -len(document.ends))
-        # In pieces.
-        lengths = np.array([len(document.ends) for document in self._documents], dtype=np.int64)
-        self._negative_lengths = -lengths  # ascending, as searchsorted wants it
-        self._total_lengths = np.cumsum(lengths)
-        self.longest = int(lengths.max(initial=0))
-        """The length of the longest possible excerpt, in pieces."""
+        # In pieces, from the longest document on.
+        self._lengths = np.array([len(document.ends) for document in self._documents])
+        self._total_lengths = self._lengths.cumsum()
         long_enough = self._count_of_length(_SHORTEST)
         if long_enough < len(_SPLITS):
             raise UserError(
                 f"copying needs {len(_SPLITS)} documents of at least {_SHORTEST} words and punctuation marks, to "
-                f"train, validate and test on; {long_enough} of the {len(lengths)} given are that long."
+                f"train, validate and test on; {long_enough} of the {len(self._documents)} given are that long."
             )
 
     def draw(
         self, generator: Generator, m: int, n: int, asked: int, split: Split
     ) -> Content | None:
-        """Draw an excerpt of m n pieces, at most `longest`, and bracket `asked` of them, at any distance from its end.
+        """Draw an excerpt of m n pieces, and bracket `asked` of them, at any distance from its end.
 
         Decoys are one to three bracketed parts further on; there are none if fewer than two pieces follow.
 
         Returns:
-            None if the document is in another split.
+            None if no document is as long, or the document is in another split.
         """
         size = m * n
+        if size > self._lengths[0]:
+            return None
         number, excerpt = self._draw_excerpt(generator, size)
         start = int(generator.integers(size - asked + 1))
         end = start + asked
@@ -137,7 +136,7 @@ class Excerpts:
 
     def _count_of_length(self, length: int) -> int:
         """The number of documents of at least so many pieces."""
-        return int(np.searchsorted(self._negative_lengths, -length, side="right"))
+        return int((self._lengths >= length).sum())
 
     def _draw_excerpt(self, generator: Generator, length: int) -> tuple[int, _Excerpt]:
         """Draw a document in proportion to its length, and `length` pieces of it in a row, without space before them.

@@ -73,13 +73,7 @@ class TaskData:
         self._condition = cast(Condition, condition)
         self._seed = seed
         self._draw: Callable[[Generator, int, int, int, Split], Content | None]
-        self._longest_context = math.inf
-        if task == "copying":
-            excerpts = copying.Excerpts(documents)
-            self._draw = excerpts.draw
-            self._longest_context = excerpts.longest
-        else:
-            self._draw = module_of(task).draw
+        self._draw = copying.Excerpts(documents).draw if task == "copying" else module_of(task).draw
 
     def train(self, index: int, train_length: int, sizes: Sizes | None = None) -> Example:
         """Draw the index-th training example, with a prompt of at most `train_length` tokens.
@@ -153,7 +147,7 @@ class TaskData:
         """Draw contents until one is in the split and its prompt has (above, up_to] tokens."""
         for _ in range(ATTEMPTS):
             m, n, asked = sizes.draw(generator)
-            if m * n > min(up_to, self._longest_context):  # a word is one token or more
+            if m * n > up_to:  # a word is one token or more
                 continue
             content = self._draw(generator, m, n, asked, split)
             if content is None or not content.is_for(self._condition):

@@ -99,32 +99,26 @@ def read_examples(
         raise UserError(
             f"{path} holds no record; each line is a JSON object with a prompt and a completion."
         )
+    unmarked = []
     for number, record in enumerate(records, start=1):
         if not (record.prompt and record.completion):
             raise UserError(
                 f"{path}: the prompt or the completion of record {number} is missing or empty."
             )
-    unmarked = [
-        number
-        for number, record in enumerate(records, start=1)
-        if _shows_a_marker_without_naming_it(record)
-    ]
+        if MARKER in record.prompt and "markers" not in record.model_fields_set:
+            unmarked.append(number)
     if unmarked:
         print(
             f"{path}, record {unmarked[0]}: the prompt has {MARKER!r} and no markers, so it is read as text; list the "
             "offsets of meta-tokens in markers, or give markers: [].",
             file=sys.stderr,
         )
-    examples = []
-    for record in records:
-        segments = split_at(record.prompt, record.markers)
-        examples.append(encode_example(encoder, segments, record.completion))
+    examples = [
+        encode_example(encoder, split_at(record.prompt, record.markers), record.completion)
+        for record in records
+    ]
     if landmarks is not None and not any(
         encoder.meta_token_id in example.input_ids for example in examples
     ):
         raise UserError(f"the rule {landmarks} inserts no meta-token into any prompt of {path}.")
     return examples
-
-
-def _shows_a_marker_without_naming_it(record: ExampleRecord) -> bool:
-    return MARKER in record.prompt and "markers" not in record.model_fields_set

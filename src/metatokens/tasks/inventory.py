@@ -4,7 +4,7 @@ Eight categories and some of their items are the paper's. The others are common 
 GPT-2 vocabulary. An item belongs to one category only.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -63,11 +63,10 @@ class Lists:
         order.remove(self.target)
         return order
 
-    def repeating(self, numbers: Iterable[int]) -> "Lists":
+    def repeating(self, numbers: Sequence[int]) -> "Lists":
         """These lists, and some of them once more."""
-        repeated = list(numbers)
-        names = [self.names[number] for number in repeated]
-        items = [self.items[number] for number in repeated]
+        names = [self.names[number] for number in numbers]
+        items = [self.items[number] for number in numbers]
         return Lists(self.names + names, self.items + items, self.target)
 
     def pieces(self, first: int = 0) -> list[str]:

@@ -112,18 +112,6 @@ def _counts(prompt: ParsedPrompt) -> list[int]:
     return [*(part.count(item) for part in parts), len(parts[1])]
 
 
-def _segment_has_it(prompt: ParsedPrompt) -> int:
-    return min(_counts(prompt)[1], 1)
-
-
-def _up_to_its_end(prompt: ParsedPrompt) -> int:
-    return sum(_counts(prompt)[:2])
-
-
-def _from_its_start_on(prompt: ParsedPrompt) -> int:
-    return sum(_counts(prompt)[1:3])
-
-
 def _in_list(prompt: ParsedPrompt) -> int:
     return sum(_counts(prompt)[:3])
 
@@ -131,9 +119,11 @@ def _in_list(prompt: ParsedPrompt) -> int:
 def rules(condition: str) -> dict[str, Rule]:
     """Answers that count in another part of the list."""
     return {
-        "1 if the item is in the segment, else 0": _segment_has_it,
-        "the count in the list up to the segment's end": _up_to_its_end,
-        "the count in the list from the segment's start on": _from_its_start_on,
+        "1 if the item is in the segment, else 0": lambda prompt: min(_counts(prompt)[1], 1),
+        "the count in the list up to the segment's end": lambda prompt: sum(_counts(prompt)[:2]),
+        "the count in the list from the segment's start on": lambda prompt: sum(
+            _counts(prompt)[1:3]
+        ),
         "the count in the whole list": _in_list,
         "the count in the whole list, less one": lambda prompt: _in_list(prompt) - 1,
     }

@@ -5,10 +5,11 @@ and gives the most common answer among the training prompts with that key, or am
 task's module has those of the task; a table without a key is one of every task.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import multimode
 
 from metatokens.records import split_at
 from metatokens.tasks import module_of
@@ -71,33 +72,27 @@ def answers(
     for name, key in tables.items():
         rules[name] = _looked_up(key, answered)
     asked = _with_answers(test)
-    return {name: _are_right(rule, asked) for name, rule in rules.items()}
-
-
-def _are_right(rule: Rule, asked: Sequence[tuple[ParsedPrompt, str]]) -> list[bool]:
-    return [str(rule(prompt)) == answer for prompt, answer in asked]
+    are_right = {}
+    for name, rule in rules.items():
+        are_right[name] = [str(rule(prompt)) == answer for prompt, answer in asked]
+    return are_right
 
 
 def _with_answers(examples: Sequence[Example]) -> list[tuple[ParsedPrompt, str]]:
-    answered: list[tuple[ParsedPrompt, str]] = []
-    for example in examples:
-        prompt = ParsedPrompt(split_at(example.prompt, example.markers))
-        answered.append((prompt, example.completion.strip()))
-    return answered
+    return [
+        (ParsedPrompt(split_at(example.prompt, example.markers)), example.completion.strip())
+        for example in examples
+    ]
 
 
 def _looked_up(key: Table, answered: Sequence[tuple[ParsedPrompt, str]]) -> Rule:
-    """The rule that looks a prompt's key up among prompts with known answers."""
-    counts_of_all: Counter[str] = Counter()
-    counts_by_key: dict[Hashable, Counter[str]] = defaultdict(Counter)
+    """The rule that looks a prompt's key up among prompts with known answers.
+
+    Of equally common answers it gives the first in the alphabet.
+    """
+    answers_by_key: dict[Hashable, list[str]] = defaultdict(list)
     for prompt, answer in answered:
-        counts_of_all[answer] += 1
-        counts_by_key[key(prompt)][answer] += 1
-    usual = _most_common(counts_of_all)
-    usual_by_key = {value: _most_common(counts) for value, counts in counts_by_key.items()}
+        answers_by_key[key(prompt)].append(answer)
+    usual = min(multimode(answer for _, answer in answered))
+    usual_by_key = {value: min(multimode(known)) for value, known in answers_by_key.items()}
     return lambda prompt: usual_by_key.get(key(prompt), usual)
-
-
-def _most_common(counts: Counter[str]) -> str:
-    """The first in the alphabet of the most common answers."""
-    return min(counts, key=lambda answer: (-counts[answer], answer))

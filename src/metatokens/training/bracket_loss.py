@@ -11,21 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
 
 from metatokens.decoder import decoder_of
-from metatokens.errors import UserError
 
 POSITIVE_WEIGHT = 3.0  # of tokens in the bracket, which are fewer
-
-
-def check_blocks(model: PreTrainedModel) -> None:
-    """Refuse a model with a single block, which leaves no states to predict from."""
-    _, blocks = decoder_of(model)
-    if len(blocks) == 1:
-        raise UserError(
-            "a stage's bracket_loss reads the states after each block but the last, and the model has one."
-        )
 
 
 def bracket_labels(input_ids: Tensor, meta_token_id: int) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.blocks import shuffled
@@ -89,17 +90,16 @@ class Collator:
 
     def __call__(self, examples: Sequence[Encoded]) -> dict[str, Tensor]:
         """`input_ids` and `labels`, each (batch, longest); with `alone` an `attention_mask` of four dimensions."""
-        longest = max(len(example.input_ids) for example in examples)
-        input_ids = np.full((len(examples), longest), self.pad_token_id)
-        labels = np.full((len(examples), longest), IGNORED_LABEL)
+        rows = [torch.tensor(example.input_ids, dtype=torch.int64) for example in examples]
+        input_ids = pad_sequence(rows, batch_first=True, padding_value=self.pad_token_id)
+        labels = torch.full_like(input_ids, IGNORED_LABEL)
         for row, example in enumerate(examples):
-            ids = example.input_ids
-            input_ids[row, : len(ids)] = ids
-            labels[row, example.answer_start : len(ids)] = ids[example.answer_start :]
+            answer = slice(example.answer_start, len(example.input_ids))
+            labels[row, answer] = input_ids[row, answer]
         labels[labels == self.meta_token_id] = IGNORED_LABEL
-        batch = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+        batch = {"input_ids": input_ids, "labels": labels}
         if self.alone is not None:
-            batch["attention_mask"] = self.alone.mask(batch["input_ids"], examples)
+            batch["attention_mask"] = self.alone.mask(input_ids, examples)
         return batch
 
 

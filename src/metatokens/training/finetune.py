@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
@@ -14,7 +15,6 @@ from metatokens.model.positions import check_length
 from metatokens.recipe import WITHOUT_EFFECT, FinetuneRecipe, Phase
 from metatokens.tasks.example import Encoded, read_examples
 from metatokens.tasks.landmarks_alone import LandmarksAlone
-from metatokens.training.bracket_loss import check_blocks
 from metatokens.training.examples import (
     ByLength,
     Collator,
@@ -29,6 +29,14 @@ from metatokens.training.trainer import Figures, Progress, train, unwatched
 
 # Returns the probe of a model that is about to be trained in a phase; None: nothing is measured.
 Probing = Callable[[PreTrainedModel, Phase], Probe | None]
+
+
+class _Source(NamedTuple):
+    """The examples of a fine-tuning."""
+
+    phases: Sequence[Phase]
+    identity: dict[str, str]  # what determines the examples, for the run's settings
+    open: Callable[[Phase], Epochs]  # the examples of a phase
 
 
 def finetune(
@@ -74,17 +82,14 @@ def finetune(
     model = load_model(model_folder)
     tokenizer = load_tokenizer(str(model_folder))
     check_meta_token(model.config, tokenizer, model_folder)
-    source: _RecordSource | _TaskSource
     if data is not None:
-        source = _RecordSource(recipe, data, tokenizer)
+        source = _record_source(recipe, data, tokenizer)
     elif task is not None:
-        source = _TaskSource(recipe, task, tokenizer, documents, draw)
+        source = _task_source(recipe, task, tokenizer, documents, draw)
     else:
         raise UserError("fine-tuning needs a task or a file of records.")
     for phase in source.phases:
         check_length(model.config, phase.train_length)
-        if phase.bracket_loss:
-            check_blocks(model)
     run = {
         "verb": "finetune",
         "recipe": recipe.model_dump(mode="json", exclude=WITHOUT_EFFECT),
@@ -102,7 +107,7 @@ def finetune(
 
 
 def _train_phases(
-    source: "_RecordSource | _TaskSource",
+    source: _Source,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     out: Path,
@@ -137,53 +142,46 @@ def _train_phases(
     return is_trained
 
 
-class _RecordSource:
-    """The examples of a fine-tuning on a user's own records, in one phase."""
-
-    def __init__(self, recipe: FinetuneRecipe, file: Path, tokenizer: PreTrainedTokenizerBase):
-        if recipe.task.stages:
-            raise UserError(
-                "task.stages are for the tasks; with records, give a recipe without them."
-            )
-        if recipe.task.question_sees:
-            raise UserError(
-                "task.question_sees is for the tasks, whose prompts have a question; records may have none."
-            )
-        self.records = read_examples(file, tokenizer, landmarks=recipe.task.landmarks)
-        self.phases = [
-            Phase("data", recipe.training, max(len(record.input_ids) for record in self.records))
-        ]
-        self.identity = {"data_sha256": sha256_of(file.read_bytes())}
-
-    def open(self, phase: Phase) -> Epochs:
-        """The examples of the phase."""
-        return Epochs(self.records, seed=phase.settings.seed, length=phase.examples)
+def _record_source(
+    recipe: FinetuneRecipe, file: Path, tokenizer: PreTrainedTokenizerBase
+) -> _Source:
+    """A user's own records, in one phase."""
+    if recipe.task.stages:
+        raise UserError("task.stages are for the tasks; with records, give a recipe without them.")
+    if recipe.task.question_sees:
+        raise UserError(
+            "task.question_sees is for the tasks, whose prompts have a question; records may have none."
+        )
+    records = read_examples(file, tokenizer, landmarks=recipe.task.landmarks)
+    longest = max(len(record.input_ids) for record in records)
+    return _Source(
+        phases=[Phase("data", recipe.training, longest)],
+        identity={"data_sha256": sha256_of(file.read_bytes())},
+        open=lambda phase: Epochs(records, seed=phase.settings.seed, length=phase.examples),
+    )
 
 
-class _TaskSource:
-    """The examples of a fine-tuning on a task, in the recipe's phases."""
-
-    def __init__(
-        self,
-        recipe: FinetuneRecipe,
-        task: str,
-        tokenizer: PreTrainedTokenizerBase,
-        documents: Sequence[str],
-        draw: Callable[[Phase], Sequence[Encoded]] | None,
-    ):
-        if recipe.task.landmarks is not None:
-            raise UserError(
-                "landmarks are for your own records (--data); task.condition places a task's meta-tokens."
-            )
-        source, self.phases = train_source(recipe, task, tokenizer, documents), recipe.phases()
-        self._draw = draw or partial(train_examples, recipe, source)
-        self.identity = {"task": task, "documents_sha256": sha256_of("\0".join(documents).encode())}
-        for phase in self.phases:
-            drawing(source, phase)(0)  # fails before any training if there is no such prompt
-
-    def open(self, phase: Phase) -> Epochs:
-        """The examples of a phase."""
-        return Epochs(self._draw(phase), length=phase.examples)
+def _task_source(
+    recipe: FinetuneRecipe,
+    task: str,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[str],
+    draw: Callable[[Phase], Sequence[Encoded]] | None,
+) -> _Source:
+    """The prompts of a task, in the recipe's phases."""
+    if recipe.task.landmarks is not None:
+        raise UserError(
+            "landmarks are for your own records (--data); task.condition places a task's meta-tokens."
+        )
+    source, phases = train_source(recipe, task, tokenizer, documents), recipe.phases()
+    for phase in phases:
+        drawing(source, phase)(0)  # fails before any training if there is no such prompt
+    draw_phase = draw or partial(train_examples, recipe, source)
+    return _Source(
+        phases=phases,
+        identity={"task": task, "documents_sha256": sha256_of("\0".join(documents).encode())},
+        open=lambda phase: Epochs(draw_phase(phase), length=phase.examples),
+    )
 
 
 def _report_phase(

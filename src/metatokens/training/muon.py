@@ -5,7 +5,8 @@ Those of small matrices take longer to start than to compute, so matrices of one
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -88,12 +89,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def _stacks(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """The matrices in lists of one shape, type and device, each of at most STACKED entries or a single matrix."""
-    alike: dict[Hashable, list[nn.Parameter]] = {}
+    """The matrices in lists of one shape, each of at most STACKED entries or a single matrix."""
+    by_shape = defaultdict(list)
     for matrix in matrices:
-        kind = (matrix.shape, matrix.dtype, matrix.device)
-        alike.setdefault(kind, []).append(matrix)
-    for group in alike.values():
+        by_shape[matrix.shape].append(matrix)
+    for group in by_shape.values():
         size = max(1, STACKED // group[0].numel())
         for start in range(0, len(group), size):
             yield group[start : start + size]

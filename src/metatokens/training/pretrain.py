@@ -18,7 +18,7 @@ from transformers import (
 
 from metatokens.checkpoint import load_model, weights_sha256
 from metatokens.data.blocks import BlockDataset
-from metatokens.data.store import TokenStore
+from metatokens.data.store import StoreSplit, TokenStore
 from metatokens.data.tokenizer import meta_token_id, padded_vocab_size, text_vocab_size
 from metatokens.errors import UserError, one_line
 from metatokens.machine import is_first_process
@@ -115,13 +115,14 @@ def train_on_blocks(
         "batch": settings.batch,
         "tokens_sha256": store.manifest.splits["train"].sha256,
     }
-    dataset, probe = _blocks(recipe, store), _probe(recipe, store)
+    blocks, probe = _blocks(recipe, store, "train"), _probe(recipe, store)
+    blocks.epochs = math.ceil(settings.max_steps * settings.batch / len(blocks))
     with open_run(out, run, overwrite=overwrite, inputs=[store.path, init]) as is_finished:
         if not is_finished:
             try:
                 train(
                     model,
-                    dataset,
+                    blocks,
                     store.tokenizer,
                     settings,
                     out,
@@ -185,11 +186,10 @@ def model_settings(config: MetaGPT2Config | GPTNeoConfig) -> ModelSettings:
     return ModelSettings.model_construct(**fields)
 
 
-def _blocks(recipe: PretrainRecipe, store: TokenStore) -> BlockDataset:
-    """The blocks that a recipe trains on."""
-    blocks = BlockDataset(store, "train", **_placed(recipe))
-    blocks.epochs = math.ceil(recipe.training.max_steps * recipe.training.batch / len(blocks))
-    return blocks
+def _blocks(recipe: PretrainRecipe, store: TokenStore, split: StoreSplit) -> BlockDataset:
+    """The blocks that a recipe makes of a text."""
+    placed = recipe.data.model_dump(include={"block_size", "fraction", "placement"})
+    return BlockDataset(store, split, seed=recipe.training.seed, **placed)
 
 
 def _probe(recipe: PretrainRecipe, store: TokenStore) -> Probe | None:
@@ -198,7 +198,7 @@ def _probe(recipe: PretrainRecipe, store: TokenStore) -> Probe | None:
     if settings.eval_steps == 0:
         return None
     try:
-        blocks = BlockDataset(store, "held_out", **_placed(recipe))
+        blocks = _blocks(recipe, store, "held_out")
     except UserError as error:  # the split is shorter than a block
         if settings.eval_steps is not None:
             raise
@@ -211,13 +211,6 @@ def _probe(recipe: PretrainRecipe, store: TokenStore) -> Probe | None:
         default_data_collator(first_blocks[start : start + size]) for start in range(0, count, size)
     ]
     return Probe(settings.measured_every(count), partial(held_out_loss, batches=batches))
-
-
-def _placed(recipe: PretrainRecipe) -> dict[str, Any]:
-    """How a recipe makes blocks of a text."""
-    return recipe.data.model_dump(include={"block_size", "fraction", "placement"}) | {
-        "seed": recipe.training.seed
-    }
 
 
 def _config(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> MetaGPT2Config:
