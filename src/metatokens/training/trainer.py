@@ -45,8 +45,9 @@ from metatokens.training.probe import Probe
 
 CHECKPOINTS = 2  # of a run; older ones are removed
 
-# The latest value of each figure that is logged, and tokens_per_second.
+# The latest value of each of FIGURES and tokens_per_second.
 Figures = Mapping[str, float]
+FIGURES = ("loss", "learning_rate", "eval_loss", "eval_exact_match")
 # Takes the steps done, the steps in all, and the figures.
 Progress = Callable[[int, int, Figures], None]
 Collate = Callable[[list[Any]], dict[str, torch.Tensor]]
@@ -133,8 +134,14 @@ class RunCallback(TrainerCallback):
     def __init__(self, trainer: MetaTokenTrainer, progress: Progress, probe: Probe | None):
         self.trainer, self.progress, self.probe = trainer, progress, probe
         self.last_report = 0.0
-        self.last_log = (time.monotonic(), 0)  # its time, and the tokens read until then
+        self.last_log = (0.0, 0)  # its time, and the tokens read until then
         self.figures: dict[str, float] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
+    ) -> None:
+        """Start the clock."""
+        self.last_log = time.monotonic(), self.trainer.tokens_read
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Write the manifest of the checkpoint that was just saved, and only then remove an older one."""
@@ -174,14 +181,16 @@ class RunCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Keep the figures; with a loss, measure the speed since the last one and report progress."""
-        self.figures |= logs
+        self.figures |= {name: logs[name] for name in FIGURES if name in logs}
         if "loss" in logs:
-            time_before, tokens_before = self.last_log
-            self.last_log = time.monotonic(), self.trainer.tokens_read
-            seconds = max(self.last_log[0] - time_before, 1e-9)
-            tokens = self.trainer.tokens_read - tokens_before
-            self.figures["tokens_per_second"] = tokens / seconds
+            self.figures["tokens_per_second"] = self._speed_since_last_log()
             self._report(state)
+
+    def _speed_since_last_log(self) -> float:
+        time_before, tokens_before = self.last_log
+        self.last_log = time.monotonic(), self.trainer.tokens_read
+        seconds = self.last_log[0] - time_before
+        return (self.trainer.tokens_read - tokens_before) / max(seconds, 1e-9)
 
     def _report(self, state: TrainerState) -> None:
         """Report at most once a second, and at the end."""
