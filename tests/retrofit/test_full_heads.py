@@ -154,8 +154,7 @@ def test_heads_are_changed_and_all_heads_of_a_block_are_a_full_block() -> None:
     ("heads", "message"),
     [
         ([(3, 0)], "text_full_heads is .*0 to 2"),
-        ([(1, 0), (0, 0)], "ascending"),
-        ([(1, 0), (1, 0)], "ascending"),
+        ([(1, 0), (1, 0)], "give different pairs"),
         ([(1, -1)], "text_full_heads is "),
         ([(1,)], "text_full_heads is "),
         ([(1, 2)], "head 2 of block 1, which has 2 key-value heads"),

@@ -20,7 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from metatokens import add_meta_attention, freeze_base, save_meta
+from metatokens import add_meta_attention, freeze_base, save_meta, set_text_window
 from metatokens.errors import UserError
 from tests.model.tiny_models import tiny_model
 from tests.numbers import decoder_roundings, rounding_bound
@@ -214,6 +214,26 @@ def test_a_training_that_leaves_out_what_was_added_says_so(tmp_path: Path) -> No
         trainer_of(peft.get_peft_model(model, lora), tmp_path, 3).train()
     messages = [str(warning.message) for warning in caught if "meta" in str(warning.message)]
     assert len(messages) == 1
+
+
+def test_a_training_for_a_window_needs_no_meta_token_and_a_frozen_base_does(tmp_path: Path) -> None:
+    """A text has no meta-token here. A warning makes the first training fail."""
+    texts = [{"input_ids": ids, "labels": ids} for ids in text()] * 4
+
+    def moved_by_training(**options: Any) -> float:
+        model = add_meta_attention(base("llama"), **ADDED, layers=[], **options)
+        set_text_window(model, 5)
+        before = weights_of(model)
+        trainer = trainer_of(model, tmp_path, 2)
+        trainer.train_dataset = texts
+        trainer.train()
+        return max(
+            float((weight - before[name]).abs().max()) for name, weight in weights_of(model).items()
+        )
+
+    assert moved_by_training(freeze=False) > 0
+    with pytest.warns(UserWarning, match="no meta-token is in this batch"):
+        assert moved_by_training() == 0
 
 
 # --- PEFT

@@ -455,8 +455,9 @@ def test_a_whole_model_without_a_row_for_its_meta_token_is_refused(
 
 
 def assert_refused(model: Any, message: str, **options: Any) -> None:
+    options.setdefault("meta_token_id", None if "tokenizer" in options else META)
     with pytest.raises(UserError, match=message):
-        add_meta_attention(model, **{"meta_token_id": META, **options})
+        add_meta_attention(model, **options)
 
 
 def test_models_that_cannot_have_meta_attention_are_refused() -> None:
@@ -475,6 +476,7 @@ def test_options_that_do_not_fit_the_model_are_refused() -> None:
     assert_refused(
         model, "give the model's tokenizer, or as meta_token_id a row", meta_token_id=None
     )
+    assert_refused(model, "meta_token_id is 2, the model's eos_token_id", meta_token_id=2)
     assert_refused(model, r"layers is \[0, 3\]; give a list of some of 0 to 2", layers=[0, 3])
     assert_refused(model, "head_size: Input should be a multiple of 2", heads=2, head_size=7)
 
@@ -487,6 +489,16 @@ def test_a_tokenizer_with_more_entries_than_the_model_has_rows_is_refused() -> N
     tokenizer = word_tokenizer(numbered_words(ROWS + 3))
     assert_refused(base("llama"), "has no row, such as 'w320'", tokenizer=tokenizer)
     assert len(tokenizer) == ROWS + 3  # a tokenizer that is refused gets no token
+
+
+def test_a_tokenizer_and_a_row_are_not_taken_together() -> None:
+    tokenizer = word_tokenizer(numbered_words(9))
+    assert_refused(
+        base("llama"),
+        "give a tokenizer or a meta_token_id",
+        tokenizer=tokenizer,
+        meta_token_id=META,
+    )
 
 
 def test_a_vocabulary_with_gaps_is_refused() -> None:

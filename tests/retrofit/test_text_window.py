@@ -196,6 +196,14 @@ def test_a_window_that_cannot_be_is_refused(caller: str, arguments: tuple, messa
     assert (model.config.text_window, model.config.text_full_layers) == (WINDOW, FULL)
 
 
+@pytest.mark.parametrize("row", [3, 8, 9, 23])
+def test_any_row_can_be_the_meta_token_of_a_model_with_a_window(row: int) -> None:
+    """Those of a vocabulary's beginning too, which the check of the base has in its text."""
+    model = add_meta_attention(base("llama"), meta_token_id=row, heads=2, head_size=16)
+    set_text_window(model, WINDOW)
+    assert model.config.text_window == WINDOW
+
+
 def test_a_model_without_meta_tokens_is_refused() -> None:
     with pytest.raises(UserError, match="call add_meta_attention first"):
         set_text_window(GPT2LMHeadModel(base("gpt2").config), 5)

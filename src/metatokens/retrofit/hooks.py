@@ -238,15 +238,21 @@ def _look_at_first_step(decoder: Any, is_meta: Tensor, input_ids: Tensor | None)
         check_ids(input_ids, decoder.meta_config.unpadded_vocab_size)
     decoder.meta_has_trained = True
     trained = {name for name, parameter in decoder.named_parameters() if parameter.requires_grad}
-    trained_of_added = trained & added_parameters(decoder).keys()
-    if trained and not trained_of_added:
+    if not trained:
+        return
+    added = added_parameters(decoder).keys()
+    has_meta, has_modules = bool(is_meta.any()), bool(decoder.meta_settings.layers)
+    # Without modules, whoever trains the base for a text window needs no meta-token.
+    needs_meta = has_modules or trained <= added
+    if trained.isdisjoint(added) and (has_meta or has_modules):
         warnings.warn(
             "nothing of what add_meta_attention added is trained. For PEFT, put into LoraConfig: exclude_modules="
             '".*meta_attention.*", modules_to_save=["meta_attention", "meta_token"].',
             stacklevel=2,
         )
-    elif trained and decoder.meta_settings.layers and not bool(is_meta.any()):
+    elif needs_meta and not has_meta:
         warnings.warn(
-            "no meta-token is in this batch, so meta-attention learns nothing from it. MetaTokenCollator inserts them.",
+            "no meta-token is in this batch, so nothing that add_meta_attention added learns from it. "
+            "MetaTokenCollator inserts them. freeze=False or adapters train the base itself.",
             stacklevel=2,
         )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.quantizers.base import get_keys_to_not_convert
@@ -72,8 +73,12 @@ def add_meta_attention(
     _check_base(base)
     if tokenizer is None:
         _check_row(base, meta_token_id)
-    else:
+    elif meta_token_id is None:
         _check_tokenizer(base, tokenizer)
+    else:
+        raise UserError(
+            "give a tokenizer or a meta_token_id: a tokenizer gets a meta-token of its own."
+        )
     count = own_blocks(base.config)
     layers = range(count) if layers is None else layers
     check_layers("layers", layers, count)
@@ -128,6 +133,11 @@ def _check_row(model: PreTrainedModel, meta_token_id: Any) -> None:
             "give the model's tokenizer, or as meta_token_id a row of its embeddings that no text uses."
         )
     check_entries(meta_token_id, rows, rows)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if meta_token_id in np.ravel(getattr(model.generation_config, name)):
+            raise UserError(
+                f"meta_token_id is {meta_token_id}, the model's {name}: give a row that no text uses."
+            )
     _check_head(model, meta_token_id)
 
 

@@ -72,7 +72,7 @@ def check_heads(heads: list[list[int]], count: int) -> None:
     are_pairs = all(len(pair) == 2 and 0 <= pair[0] < count and pair[1] >= 0 for pair in heads)
     if not are_pairs or any(pair >= following for pair, following in pairwise(heads)):
         raise UserError(
-            f"text_full_heads is {heads}; give different pairs of a block, 0 to {count - 1}, and a head, ascending."
+            f"text_full_heads is {heads}; give different pairs of a block, 0 to {count - 1}, and a head."
         )
 
 

@@ -105,10 +105,11 @@ def apply_text_window(
     fields: dict[str, Any] = {
         "text_window": window,
         "text_sinks": config.text_sinks if sinks is None else sinks,
-        "text_full_layers": list(full_layers or ()) or None,
+        "text_full_layers": None if full_layers is None else list(full_layers) or None,
     }
     if isinstance(config, MetaConfig):
-        fields["text_full_heads"] = [[*pair] for pair in full_heads or ()] or None
+        pairs = [] if full_heads is None else sorted([*pair] for pair in full_heads)
+        fields["text_full_heads"] = pairs or None
         _apply_to_retrofit(model, fields)
     elif full_heads:
         raise UserError("full_heads are for pretrained models; give full_layers to this one.")
@@ -189,10 +190,11 @@ def _check(model: PreTrainedModel) -> None:
         patch.dict(config.meta_attention, _FORGETS | _NOTHING_FULL),
         probe_ids(model, _READS, 24) as ids,
     ):
-        ids, mask = _two_rows(ids)
-        ids[:, 10] = config.meta_token_id
+        meta = config.meta_token_id
+        ids, mask = _two_rows(ids + (ids >= meta))  # text alone
+        ids[:, 10] = meta
         other = ids.clone()
-        other[:, 8] += 1
+        other[:, 8] = ids[:, 9]
         if not _read_alike(model, other, ids, mask):
             raise ValueError("text that is forgotten changes what it predicts")
 

@@ -46,6 +46,7 @@ from metatokens.shrink.page import Findings, write_page
 from metatokens.shrink.replies import draw_replies
 from metatokens.shrink.texts import UserText, split_apart
 from metatokens.tasks.example import Encoded, read_examples
+from metatokens.training.lora import check_peft
 from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import Figures, Progress, train, unwatched
 
@@ -115,6 +116,7 @@ def shrink(
     Raises:
         UserError: if model, text and settings do not fit each other.
     """
+    check_peft()
     run = _Run(recipe, model, list(corpora), out, forms, questions)
     inputs = [model, forms, questions, *map(Path, corpora)]
     with open_run(out, run.settings, overwrite=overwrite, inputs=inputs):

@@ -62,7 +62,7 @@ class Entities:
         if len(words_of_split) < FEWEST_WORDS:
             raise UserError(
                 f"the text has {len(words_of_split)} words in lower-case letters to ask for in the {split} split, and "
-                f"{FEWEST_WORDS} are needed: give more text with --text."
+                f"{FEWEST_WORDS} are needed: give more text with --text, in a script that has such letters."
             )
         names_of_split = _of_split(names, split)
         if len(names_of_split) < FEWEST_WORDS:
@@ -133,8 +133,9 @@ class UserText:
         for name, prose in (("to train on", self.train), ("held out", self.held_out)):
             if len(prose.ids) <= longest:
                 raise UserError(
-                    f"the text has {len(prose.ids):,} tokens {name}, of {len(documents)} documents, and more than "
-                    f"{longest:,} are needed: give more text with --text."
+                    f"the text has {len(prose.ids):,} tokens {name}, of {len(documents)} documents of which every tenth "
+                    f"is held out, and more than {longest:,} are needed: give more text with --text, or shorter "
+                    "lengths in tests.texts."
                 )
         self.sha256 = sha256_of("\0".join(documents).encode())
         self.entities = {split: Entities.of(documents, split) for split in ("train", "test")}

@@ -1,10 +1,17 @@
 """Low-rank adapters (LoRA; Hu et al., 2022) by PEFT."""
 
 import warnings
+from importlib.util import find_spec
 from typing import Any
 
 from metatokens.errors import UserError
 from metatokens.retrofit.classes import MetaModel
+
+
+def check_peft() -> None:
+    """Refuse to go on without PEFT."""
+    if find_spec("peft") is None:
+        raise UserError("training.lora_rank needs PEFT: pip install peft.")
 
 
 def with_lora(model: Any, rank: int) -> Any:
@@ -17,10 +24,9 @@ def with_lora(model: Any, rank: int) -> Any:
     Raises:
         UserError: if PEFT is not installed.
     """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise UserError("training.lora_rank needs PEFT: pip install peft.") from error
+    check_peft()
+    from peft import LoraConfig, get_peft_model
+
     settings = LoraConfig(
         task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear"
     )
