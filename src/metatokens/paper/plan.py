@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import TypeAdapter
 
 from metatokens.errors import UserError
 from metatokens.paper.variants import (
@@ -53,13 +53,7 @@ class Stage:
     @property
     def settings(self) -> Fields:
         """The options as JSON values; recipes omit defaults, so finished stages stay valid when a setting is added."""
-        settings = {}
-        for name, option in self.options.items():
-            is_recipe = isinstance(option, BaseModel)
-            settings[name] = (
-                option.model_dump(mode="json", exclude_defaults=True) if is_recipe else option
-            )
-        return settings
+        return TypeAdapter(Fields).dump_python(self.options, mode="json", exclude_defaults=True)
 
     @property
     def answers(self) -> set[str]:
