@@ -179,14 +179,13 @@ def _tables(model: TrainedModel, task: str) -> tuple[str, ...]:
 
 
 def _inspection_stages(sizes: Preset, task: str) -> Iterator[Stage]:
-    by_name = {model.name: model for model in sizes.models}
     for inspection in sizes.inspections:
         if task not in inspection.tasks:
             continue
         for name in inspection.models:
             yield _stage(
                 inspection.kind,
-                by_name[name],
+                sizes.models_by_name[name],
                 task,
                 method=inspection.method,
                 options=inspection.options,
@@ -196,9 +195,8 @@ def _inspection_stages(sizes: Preset, task: str) -> Iterator[Stage]:
 
 
 def _look_stage(sizes: Preset, task: str) -> Stage:
-    by_name = {model.name: model for model in sizes.models}
     trained = {
-        name: finetune_recipe(sizes, by_name[name], task).task.train_lengths[-1]
+        name: finetune_recipe(sizes, sizes.models_by_name[name], task).task.train_lengths[-1]
         for name in sizes.looked_into
     }
     return _stage(

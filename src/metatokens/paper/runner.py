@@ -85,7 +85,6 @@ class Runner:
 
     def __init__(self, out: Path, name: str, preset: Preset):
         self.out, self.name, self.preset = out, name, preset
-        self.models = {model.name: model for model in preset.models}
 
     def carry_out(self, stage: Stage, progress: Progress) -> Outcome:
         """Call the stage's method."""
@@ -148,7 +147,7 @@ class Runner:
         """Extend the context of another pretrained model, and pretrain it further."""
         assert model.pretrained_as is not None
         extend(
-            self.out / self.models[model.pretrained_as].weights,
+            self.out / self.preset.models_by_name[model.pretrained_as].weights,
             self.out / model.weights,
             factor=factor,
             recipe=self._with_tokens(recipe),
@@ -201,7 +200,7 @@ class Runner:
         folder = self.out / "models" / model.name / task
         finetune(
             recipe,
-            self.out / self.models[model.start].weights,
+            self.out / self.preset.models_by_name[model.start].weights,
             folder,
             task=task,
             documents=self._documents(task),
