@@ -79,12 +79,10 @@ class Claim(BaseModel):
 
     def figures(self, b: Side) -> list[tuple[int, Fields]]:
         """The figures to measure, each with its sign: a, b, and their counterparts by `less`. A bound is none."""
-        sides = [(1, self.a), (-1, b)]
+        figures = [(sign, side) for sign, side in ((1, self.a), (-1, b)) if isinstance(side, dict)]
         if self.less:
-            sides += [
-                (-sign, {**side, **self.less}) for sign, side in sides if isinstance(side, dict)
-            ]
-        return [(sign, side) for sign, side in sides if isinstance(side, dict)]
+            figures += [(-sign, {**side, **self.less}) for sign, side in figures]
+        return figures
 
 
 @dataclass(frozen=True)
@@ -187,8 +185,7 @@ def claims() -> tuple[Claim, ...]:
     read: list[Claim] = []
     for question, blocks in questions.items():
         for block in blocks:
-            fields_by_text = block.pop("claims")
-            for text, fields in fields_by_text.items():
+            for text, fields in block.pop("claims").items():
                 read.append(
                     Claim.model_validate({**block, **fields, "text": text, "question": question})
                 )
@@ -311,10 +308,7 @@ def _stratum(
 ) -> MeasuredStratum:
     """The stratum, of the scores in the settings that count."""
     runs = _sum_by(scores, "value", "training", "seed")
-    samples = [
-        {int(seed): float(score) for seed, score in sample.droplevel("training").items()}
-        for _, sample in runs.groupby("training")
-    ]
+    samples = [sample.droplevel("training").to_dict() for _, sample in runs.groupby("training")]
     constant = claim.a if isinstance(claim.a, float) else 0.0
     if not isinstance(b, dict):
         constant -= scores["chance"].mean() if b == "chance" else b
