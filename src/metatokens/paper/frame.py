@@ -172,11 +172,9 @@ def learning_curves(curves: pd.DataFrame) -> dict[Run, pd.DataFrame]:
 
 def learned_from(points: pd.DataFrame) -> float:
     """Steps to the first point of a curve from which accuracy is never below `LEARNED`; infinite if there is none."""
-    below = np.flatnonzero(points["exact_match"].to_numpy() < LEARNED)
-    learned = int(below[-1]) + 1 if len(below) else 0
-    if learned == len(points):
-        return float("inf")
-    return float(points["step"].iloc[learned])
+    is_learned = points["exact_match"] >= LEARNED
+    stays_learned = is_learned[::-1].cummin()[::-1]
+    return float(min(points["step"][stays_learned], default=np.inf))
 
 
 def distortion_curves(figures: pd.DataFrame) -> dict[tuple[int, int], Curve]:
@@ -215,7 +213,7 @@ def _typed(frame: pd.DataFrame) -> pd.DataFrame:
     frame = frame.assign(**dict.fromkeys(missing)).reset_index(drop=True)
     for name in frame:
         if name in _NUMBERS:
-            frame[name] = pd.to_numeric(frame[name]).astype(float)
+            frame[name] = frame[name].astype(float)
         elif name not in _OBJECTS:
             frame[name] = frame[name].astype(object).fillna("").astype(str)
     return frame
