@@ -115,11 +115,7 @@ def curves(
 
 def by_length(tables: Tables) -> Figure:
     """Figure 1: accuracy by length of the models that were trained to the longest prompts; the paper's in grey."""
-    every_length = [
-        tables.inputs.measured(**{**main, "train_length": "*", "length": "*"})
-        for main in tables.tasks.values()
-    ]
-    ours = pd.concat([tables.inputs.figures[:0], *every_length]).dropna(subset=["length"])
+    ours = tables.main_figures(train_length="*", length="*").dropna(subset=["length"])
     ours = trained_to(ours, ours.groupby("task")["train_length"].transform("max"))
     shortcuts = ours.drop_duplicates(["task", "length"]).dropna(subset=["shortcut"])
     shortcuts = shortcuts.assign(model="best shortcut", value=shortcuts["shortcut"])
