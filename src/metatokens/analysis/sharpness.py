@@ -135,7 +135,6 @@ def _change_of_log_odds(before: Tensor, after: Tensor, key: int) -> Tensor:
     return log_odds(after, index) - log_odds(before, index)
 
 
-@torch.inference_mode()
 def _compare_outputs(
     samples: Samples,
     prompt: PromptIds,
