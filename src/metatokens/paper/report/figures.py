@@ -31,8 +31,7 @@ from metatokens.looking.style import (
 )
 from metatokens.paper.claims import ClaimResult
 from metatokens.paper.frame import (
-    distortion_curves,
-    distortions_at,
+    distortions,
     learning_curves,
     select,
     trained_to,
@@ -164,18 +163,12 @@ def similarity(tables: Tables) -> Figure:
 
 def rate_distortion(tables: Tables) -> Figure:
     """Figure 3, right: distortion by rate, the mean of a run's fits."""
-    figures = tables.inputs.figures
-    measured = select(figures, analysis="rate_distortion", position_embedding="rope")
-    measured = select(measured, split=["held_out", "fit"], intervention="")
-    rows = []
-    for (split, model), of_model in measured.groupby(["split", "model"]):
-        for subject in ("meta", "text"):
-            label = f"{model}, {words('subject', subject)}"
-            fits = distortion_curves(select(of_model, subject=["", subject]))
-            for (seed, _), fit in fits.items():
-                values = distortions_at(fit, _DRAWN_RATES)
-                rows += [(split, label, seed, *at) for at in zip(_DRAWN_RATES, values, strict=True)]
-    drawn = pd.DataFrame(rows, columns=["split", "line", "seed", "rate", "value"])
+    where: dict[str, Any] = {"position_embedding": "rope", "intervention": ""}
+    measured = select(tables.inputs.figures, split=["held_out", "fit"], **where)
+    columns = ["split", "model", "subject", "seed", "rate", "value"]
+    drawn = pd.DataFrame(distortions(measured, _DRAWN_RATES), columns=columns)
+    subjects = [words("subject", subject) for subject in drawn["subject"]]
+    drawn = drawn.assign(line=drawn["model"] + ", " + subjects)
     form = FORMS["distortion"]
     return curves(drawn, "rate", panel="split", line_of="line", form=form, xlabel="rate, nats")
 
