@@ -55,11 +55,6 @@ def number(value: float, digits: int = 0, sign: str = "") -> str:
     return f"{value:{sign}z,.{digits}f}".replace("-", MINUS)
 
 
-def name(value: str) -> str:
-    """A task or condition as a reader sees it: `list_recall` is "List recall"."""
-    return value.replace("_", " ").capitalize() or "No name"
-
-
 def words(column: str, value: Any) -> str:
     """A value of a column of figures as a reader sees it, by `content.yaml`."""
     read_as = WORDS.get(column, {})
