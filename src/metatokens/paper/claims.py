@@ -1,6 +1,6 @@
 """The claims of `claims.yaml`, which explains their fields, and how a claim selects the scores of runs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
@@ -113,7 +113,7 @@ class MeasuredStratum(Stratum):
 
     fields: Fields
     against: Side
-    settings: tuple[Setting, ...]
+    settings: Sequence[Setting]
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def _strata(inputs: Inputs, claim: Claim, b: Side, over: Fields) -> Iterator[Mea
         complete = _complete(pd.concat(counted), len(counted) - 1)
         is_whole = complete["figure"].nunique() == len(claim.figures(b))
         if settings and (is_whole or len(counted) == 1):
-            yield _stratum(claim, b, fields, tuple(settings), complete)
+            yield _stratum(claim, b, fields, settings, complete)
 
 
 def _scores(inputs: Inputs, claim: Claim, b: Side, over: Fields, keys: list[str]) -> pd.DataFrame:
@@ -304,7 +304,7 @@ def _complete(scores: pd.DataFrame, settings: int) -> pd.DataFrame:
 
 
 def _stratum(
-    claim: Claim, b: Side, fields: Fields, settings: tuple[Setting, ...], scores: pd.DataFrame
+    claim: Claim, b: Side, fields: Fields, settings: Sequence[Setting], scores: pd.DataFrame
 ) -> MeasuredStratum:
     """The stratum, of the scores in the settings that count."""
     runs = _sum_by(scores, "value", "training", "seed")
@@ -317,7 +317,7 @@ def _stratum(
         samples = []
     return MeasuredStratum(
         task=fields.get("task", ""),
-        samples=tuple(samples),
+        samples=samples,
         constant=constant,
         prompts=_prompt_variance(scores),
         fields=fields,
