@@ -57,9 +57,8 @@ def read_runs(paths: Sequence[Path]) -> RunLines:
             lines.measurements += _read_if_there(lines_file(path, "analysis"), Measurement)
             lines.points += _read_if_there(lines_file(path, "curves"), CurvePoint)
             lines.examples += _read_if_there(lines_file(path, "examples"), ExampleRecord)
-            lines.runs += (
-                [read_record(path / "run.json", RunInfo)] if (path / "run.json").exists() else []
-            )
+            if (path / "run.json").exists():
+                lines.runs.append(read_record(path / "run.json", RunInfo))
             lines.looks |= {page.stem: page for page in sorted((path / LOOKS).glob("*.html"))}
     if not lines.results:
         raise UserError(
