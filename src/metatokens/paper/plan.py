@@ -138,8 +138,7 @@ def _weights_stages(model: TrainedModel, sizes: Preset) -> Iterator[Stage]:
         product=f"{model.weights}/manifest.json",
     )
     yield weights
-    tables = tuple(dict.fromkeys([*model.tables, "perplexity"]))
-    yield _stage("perplexity", model, after=(weights.name,), tables=tables)
+    yield _stage("perplexity", model, after=(weights.name,), tables=(*model.tables, "perplexity"))
 
 
 def _finetune_stage(model: TrainedModel, sizes: Preset, task: str) -> Stage:
