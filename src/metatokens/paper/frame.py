@@ -255,8 +255,8 @@ def _with_floors(figures: pd.DataFrame) -> pd.DataFrame:
     constants = shortcuts[shortcuts["model"].str.startswith("the commonest answer")]
     matches = select(figures, metric="exact_match").drop(columns="shortcut")
     for column, scores in (("shortcut", shortcuts), ("constant", constants)):
-        best = scores.groupby(prompts)["value"].max().rename(column).reset_index()
-        matches = matches.merge(best, on=prompts, how="left")
+        best = scores.groupby(prompts)["value"].max().rename(column)
+        matches = matches.join(best, on=prompts)
     matches["chance"] = matches["chance"].fillna(matches.pop("constant"))
     others = figures[figures["metric"] != "exact_match"]
     return pd.concat([others, matches], ignore_index=True)

@@ -71,11 +71,10 @@ class Tables:
                 tables.append(self._table(layout, figures, words("task", task)))
         tables = [made for made in tables if made.rows]
         # Tables of one name share a note where it is the same.
-        shown = []
-        for table_above, following in pairwise(tables):
-            is_repeated = table_above.note == following.note
-            shown.append(replace(table_above, note="") if is_repeated else table_above)
-        return [*shown, *tables[-1:]]
+        for number, (above, following) in enumerate(pairwise(tables)):
+            if above.note == following.note:
+                tables[number] = replace(above, note="")
+        return tables
 
     def _measured(self, layout: Layout, **of_task: Any) -> pd.DataFrame:
         where = {**of_task, **layout.where}
