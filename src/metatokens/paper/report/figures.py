@@ -39,7 +39,7 @@ from metatokens.paper.frame import (
 from metatokens.paper.report.make_table import Cell
 from metatokens.paper.report.paper_numbers import paper_table
 from metatokens.paper.report.tables import ALONE, Tables
-from metatokens.paper.report.text import FORMS, PERCENT, Form, listed, number, order, words
+from metatokens.paper.report.text import FORMS, PERCENT, Form, listed, number, ordered, words
 
 LOOKS = {
     "supported": ("#0072b2", ">"),
@@ -84,10 +84,10 @@ def curves(
         is_log: whether x is drawn by its logarithm.
         axes: properties of the axes of each panel.
     """
-    styles = palette(sorted(set(figures[line_of]) - _FLOORS.keys(), key=order)) | _FLOORS
+    styles = palette(ordered(set(figures[line_of]) - _FLOORS.keys())) | _FLOORS
 
     def draw(of_panel: pd.DataFrame, area: Axes) -> None:
-        for label in sorted(set(of_panel[line_of]), key=order):
+        for label in ordered(of_panel[line_of]):
             of_line = of_panel[of_panel[line_of] == label]
             cells = {at: Cell.of(rows) for at, rows in of_line.groupby(x)}
             middle, low, high = (
@@ -107,7 +107,7 @@ def curves(
 
     panels = {
         words(panel, value): partial(draw, figures[figures[panel] == value])
-        for value in sorted(set(figures[panel]), key=order)
+        for value in ordered(figures[panel])
     }
     return small_multiples(panels, [*styles], across)
 
@@ -181,7 +181,7 @@ def covered(tables: Tables) -> Figure:
     hidden, in_sight = tables.main_figures(intervention=ALONE), tables.main_figures()
 
     def draw(task: str, axes: Axes) -> None:
-        models = sorted(set(select(hidden, task=task)["model"]), key=order)
+        models = ordered(select(hidden, task=task)["model"])
         asked = ((in_sight, "text in sight", 0.4), (hidden, "text covered", 0.9))
         for row, (model, (figures, sight, opacity)) in enumerate(product(models, asked)):
             cell = Cell.of(select(figures, task=task, model=model))
@@ -193,8 +193,8 @@ def covered(tables: Tables) -> Figure:
             _write(axes, 0.02, row - 0.35, f"{model}, {sight}: {cell.shown(PERCENT)} %, n = {n}")
         axes.set(ylim=(2 * len(models) - 0.6, -1.0), yticks=[], xlabel=PERCENT.what)
 
-    tasks = sorted(set(hidden["task"]), key=order)
-    return small_multiples({words("task", task): partial(draw, task) for task in tasks}, ())
+    panels = {words("task", task): partial(draw, task) for task in ordered(hidden["task"])}
+    return small_multiples(panels, ())
 
 
 def _write(axes: Axes, x: float, y: float, text: str, weight: str = "normal") -> None:

@@ -2,7 +2,7 @@
 
 import html
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import chain
@@ -70,6 +70,11 @@ def order(value: Any) -> tuple[int, float, str]:
     if value is None or isinstance(value, (int, float)):
         return 0, value or 0, ""
     return 1, _ORDER.index(value) if value in _ORDER else len(_ORDER), value
+
+
+def ordered(values: Iterable[Any]) -> list[Any]:
+    """The different values, in order."""
+    return sorted(set(values), key=order)
 
 
 def duration(seconds: float) -> str:
