@@ -30,12 +30,7 @@ from metatokens.looking.style import (
     small_multiples,
 )
 from metatokens.paper.claims import ClaimResult
-from metatokens.paper.frame import (
-    distortions,
-    learning_curves,
-    select,
-    trained_to,
-)
+from metatokens.paper.frame import distortions, learning_curves, select, trained_to
 from metatokens.paper.report.make_table import Cell
 from metatokens.paper.report.paper_numbers import paper_table
 from metatokens.paper.report.tables import ALONE, Tables
