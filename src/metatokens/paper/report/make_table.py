@@ -222,14 +222,17 @@ def _selected(
 
 def _add_floors(header: list[str], body: list[list[Text]], floors: np.ndarray, form: Form) -> None:
     """Add the scores of the best shortcut and of chance, an array (rows, columns, 2); see `make_table`."""
-    lowest = np.where(np.isnan(floors), np.inf, floors)
-    highest = np.where(np.isnan(floors), -np.inf, floors)
-    is_of_column, is_of_row = ((lowest.min(axis) >= highest.max(axis)).all() for axis in range(2))
+    # A floor that is not known is NaN, which fmin and fmax pass over.
+    is_of_column, is_of_row = (
+        not (np.fmin.reduce(floors, axis) < np.fmax.reduce(floors, axis)).any() for axis in range(2)
+    )
+    if not (is_of_column or is_of_row):
+        return
     for kind, label in enumerate((SHORTCUT, form.chance)):
-        if np.isnan(floors[..., kind]).all() or not (is_of_column or is_of_row):
+        scores = np.fmax.reduce(floors[..., kind], axis=0 if is_of_column else 1)
+        if np.isnan(scores).all():
             continue
-        scores = highest[..., kind].max(axis=0 if is_of_column else 1)
-        texts = [form(score) if np.isfinite(score) else NOT_RUN for score in scores]
+        texts = [NOT_RUN if np.isnan(score) else form(score) for score in scores]
         if is_of_column:
             body.append([label, *texts])
         else:
