@@ -77,16 +77,19 @@ def _lines_of(text: Text) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Cell:
-    """One figure, run by run."""
+    """One figure, run by run.
+
+    Attributes:
+        runs: by seed.
+        ends: the 95 % interval over prompts, which is shown for a single run.
+        n: how many prompts, rows or tokens: each number that a run has.
+        floors: the scores of the best shortcut and of chance on the same prompts.
+    """
 
     runs: Mapping[int, float] = field(default_factory=dict)
-    """By seed."""
     ends: tuple[float, float] = (math.nan, math.nan)
-    """The 95 % interval over prompts, which is shown for a single run."""
     n: frozenset[int] = frozenset()
-    """How many prompts, rows or tokens: each number that a run has."""
     floors: tuple[float, float] = (math.nan, math.nan)
-    """The scores of the best shortcut and of chance on the same prompts."""
 
     @classmethod
     def of(cls, figures: pd.DataFrame) -> "Cell":

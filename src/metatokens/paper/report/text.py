@@ -27,19 +27,23 @@ _ORDER = [*COMPARED, *TASKS, *chain.from_iterable(_WORDS_BY_VALUE)]
 
 @dataclass(frozen=True)
 class Form:
-    """How figures read."""
+    """How figures read.
+
+    Attributes:
+        what: their name, with their unit.
+        scale: what they are multiplied by.
+        digits: after the point.
+        is_log: whether the figures are logarithms, and what is shown is not.
+        counted: the things that each is the mean of.
+        chance: the name of what chance gives, where that is shown.
+    """
 
     what: str
-    """Their name, with their unit."""
     scale: float = 1.0
     digits: int = 0
-    """After the point."""
     is_log: bool = False
-    """Whether the figures are logarithms, and what is shown is not."""
     counted: str = "prompts"
-    """The things that each is the mean of."""
     chance: str = ""
-    """The name of what chance gives, where that is shown."""
 
     def __call__(self, value: float) -> str:
         """A figure: `97.4`, `1,240`, `−0.31`."""
