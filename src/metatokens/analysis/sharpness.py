@@ -124,8 +124,7 @@ def _compare_attention(
         samples.add(of_heads, metric=metric, module=module)
     for premise, boosted in product((True, False), repeat=2):
         fell = entropy_change[(holds == premise) & (rose == boosted)] < 0
-        fields = {"metric": "entropy_fell", "premise": premise, "boosted": boosted}
-        samples.add(fell, **fields, module=module)
+        samples.add(fell, metric="entropy_fell", premise=premise, boosted=boosted, module=module)
 
 
 def _change_of_log_odds(before: Tensor, after: Tensor, key: int) -> Tensor:
