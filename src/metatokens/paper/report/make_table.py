@@ -99,12 +99,11 @@ class Cell:
         if measured.empty:
             return cls()
         by_seed = measured.groupby("seed")[["value", "low", "high"]].mean()
-        shortcut, chance = measured[["shortcut", "chance"]].iloc[0].tolist()
         return cls(
-            runs={int(seed): float(value) for seed, value in by_seed["value"].items()},
-            ends=(by_seed["low"].iloc[0], by_seed["high"].iloc[0]),
+            runs=by_seed["value"].to_dict(),
+            ends=tuple(by_seed[["low", "high"]].iloc[0]),
             n=frozenset(map(int, measured["n"].dropna())),
-            floors=(shortcut, chance),
+            floors=tuple(measured[["shortcut", "chance"]].iloc[0]),
         )
 
     def estimate(self) -> tuple[float, float, float]:
@@ -114,12 +113,11 @@ class Cell:
         """
         values = np.array([*self.runs.values()])
         if len(values) == 1:
-            return (float(values[0]), *self.ends)
-        mean = float(values.mean())
+            return (values[0], *self.ends)
+        mean = values.mean()
         if len(values) < FEWEST_RUNS:
             return mean, math.nan, math.nan
-        quantile = float(stdtrit(len(values) - 1, 0.975))
-        reach = quantile * float(values.std(ddof=1)) / math.sqrt(len(values))
+        reach = stdtrit(len(values) - 1, 0.975) * values.std(ddof=1) / math.sqrt(len(values))
         return mean, mean - reach, mean + reach
 
     def shown(self, form: Form, runs_of_others: int = 0) -> str:
