@@ -27,7 +27,7 @@ from metatokens.paper.claims import ClaimResult, claims, judge
 from metatokens.paper.frame import Inputs, load
 from metatokens.paper.report import overview
 from metatokens.paper.report.make_table import Cell, Fields, Table, make_table
-from metatokens.paper.report.text import NOT_RUN, PERCENT, Form, name, number
+from metatokens.paper.report.text import NOT_RUN, PERCENT, Form, number, words
 from metatokens.paper.rule import Effect, effect
 from metatokens.records import Result, read_lines, unpack_hits
 from metatokens.shrink.lookups import CHAT
@@ -177,7 +177,7 @@ def lengths(*tokens: int) -> Rows:
 
 def each_task(**where: Any) -> Rows:
     """A column for each task."""
-    return {name(task).lower(): {"task": task, **where} for task in TASKS}
+    return {words("task", task).lower(): {"task": task, **where} for task in TASKS}
 
 
 def differences() -> str:
@@ -187,7 +187,8 @@ def differences() -> str:
         result.claim.text.split(": ")[-1].replace(" beats ", " minus ") for result in main_claims
     ]
     rows = [
-        (name(task), *(points_in_task(result, task) for result in main_claims)) for task in TASKS
+        (words("task", task), *(points_in_task(result, task) for result in main_claims))
+        for task in TASKS
     ]
     rows.append(("mean of tasks", *(points(result.effect) for result in main_claims)))
     rows.append(
@@ -240,7 +241,7 @@ def long_prompts() -> str:
         if model in ("gpt2", "meta"):
             rows[label + ", with both"] = {**SMALL, "model": model, "variant": "jumps"}
     columns: dict[str, Fields] = {
-        f"{name(task).lower()}, {number(length)} tokens": {
+        f"{words('task', task).lower()}, {number(length)} tokens": {
             "task": task,
             "train_length": 128,
             "length": length,
@@ -346,7 +347,7 @@ def added() -> str:
     for task, condition in {"list_recall": "landmark", "parity": "paper"}.items():
         where = {"task": task, "condition": condition, "train_condition": condition}
         rows = {label: {**where, "model": model} for label, model in arms.items()}
-        corner = f"{name(task).lower()}, prompt tokens"
+        corner = f"{words('task', task).lower()}, prompt tokens"
         shown.append(grid(corner, rows, lengths(128, 256, 512, 1024), "results/retrofit"))
     return "\n".join(shown)
 
@@ -481,7 +482,7 @@ def forgetting_tasks() -> str:
             for estimate in estimates
         )
         rows.append((label, *cells))
-    heads = (name(task).lower() for task in TASKS)
+    heads = (words("task", task).lower() for task in TASKS)
     return Table("", ("exactly right, in %", *heads), rows).markdown()
 
 
@@ -737,7 +738,7 @@ def draw_lengths(figure: SubFigure) -> None:
             band(axis, [*estimates], low, high, style)
         axis.axvspan(110, 512, color=GREY, alpha=0.12, linewidth=0)
         axis.set(ylim=(-3, 103))
-        axis.set_title(name(task), fontweight="bold")
+        axis.set_title(words("task", task), fontweight="bold")
         set_logarithmic(axis, ticks)
     figure.supxlabel("prompt length, tokens", fontsize=STYLE["font.size"])
     handles, labels = axes[0, 0].get_legend_handles_labels()

@@ -5,7 +5,6 @@ import math
 import shutil
 from collections import Counter, defaultdict
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +37,6 @@ STAGES = (
     "finetune-meta-parity",
     "evaluate-meta-parity",
 )
-COMMITTED = Path(__file__).parents[2] / "results" / "small"
 
 
 @pytest.fixture

@@ -83,17 +83,14 @@ def key_classes(prompt: PromptIds) -> list[KeyClass]:
     return classes
 
 
-def _unit_states(prompt: PromptIds, seen: Observation) -> list[Tensor]:
-    """The centred states of each layer, scaled to length 1, (length, width)."""
-    units: list[Tensor] = []
-    for states in seen.states:
-        on_cpu = states.cpu()
-        centre = on_cpu[~prompt.is_meta].mean(dim=0)
-        units.append(normalize(on_cpu - centre, dim=-1))
-    return units
+def _unit_states(prompt: PromptIds, seen: Observation) -> Tensor:
+    """The centred states of each layer, scaled to length 1, (layers + 1, length, width)."""
+    states = torch.stack([of_layer.cpu() for of_layer in seen.states])
+    centres = states[:, ~prompt.is_meta].mean(dim=1, keepdim=True)
+    return normalize(states - centres, dim=-1)
 
 
-def _similarities(samples: Samples, prompt: PromptIds, units: Sequence[Tensor]) -> None:
+def _similarities(samples: Samples, prompt: PromptIds, units: Tensor) -> None:
     for meta in prompt.metas[:-1]:
         control = prompt.text_before(meta)
         if control is None:
@@ -105,7 +102,7 @@ def _similarities(samples: Samples, prompt: PromptIds, units: Sequence[Tensor]) 
 def _similarities_before(
     samples: Samples,
     prompt: PromptIds,
-    units: Sequence[Tensor],
+    units: Tensor,
     position: int,
     subject: str,
 ) -> None:
@@ -115,13 +112,11 @@ def _similarities_before(
     for layer, unit in enumerate(units):
         cosines = unit[before] @ unit[position]
         for index in bins.unique().tolist():
-            in_bin = cosines[bins == index]
-            distance = DISTANCES[index]
             samples.add(
-                in_bin,
+                cosines[bins == index],
                 metric="similarity_centred",
                 layer=layer,
-                distance=distance,
+                distance=DISTANCES[index],
                 marker="context",
                 subject=subject,
             )
@@ -153,13 +148,17 @@ def _attention_of_final(samples: Samples, prompt: PromptIds, seen: Observation) 
         modules.add(module)
 
 
-def _similarities_to_final(samples: Samples, prompt: PromptIds, units: Sequence[Tensor]) -> None:
+def _similarities_to_final(samples: Samples, prompt: PromptIds, units: Tensor) -> None:
     final = prompt.metas[-1]
     for layer, unit in enumerate(units):
         for position, cosine in enumerate(unit[: final + 1] @ unit[final]):
-            subject = "meta" if prompt.is_meta[position] else "text"
-            fields = {"layer": layer, "position": position, "subject": subject}
-            samples.add(cosine, metric="similarity_to_final_centred", **fields)
+            samples.add(
+                cosine,
+                metric="similarity_to_final_centred",
+                layer=layer,
+                position=position,
+                subject="meta" if prompt.is_meta[position] else "text",
+            )
 
 
 def _final_weights(prompt: PromptIds, inputs: AttentionInputs) -> Tensor:

@@ -102,10 +102,8 @@ def _compare_attention(
     zeroed: AttentionInputs,
 ) -> None:
     """Add what the embeddings change in the rows of one module that see a meta-token."""
-    device = intact.positions.device
-    metas = prompt.is_meta.to(device)[intact.positions].nonzero()[:, 0]
-    rows = torch.arange(max(1, int(metas[0])), len(intact.positions), device=device)
-    before, after = zeroed.logits(rows), intact.logits(rows)  # (heads, rows, keys)
+    metas = prompt.is_meta.to(intact.positions.device)[intact.positions].nonzero()[:, 0]
+    before, after = zeroed.logits(), intact.logits()  # (heads, rows, keys)
     is_seen = before[0].isfinite()  # fewer than all earlier keys in windowed attention
     sees = is_seen[:, metas]  # (rows, metas)
     is_counted = sees.any(dim=1) & (is_seen.sum(dim=1) > 1)
@@ -126,8 +124,7 @@ def _compare_attention(
         samples.add(of_heads, metric=metric, module=module)
     for premise, boosted in product((True, False), repeat=2):
         fell = entropy_change[(holds == premise) & (rose == boosted)] < 0
-        fields = {"metric": "entropy_fell", "premise": premise, "boosted": boosted}
-        samples.add(fell, **fields, module=module)
+        samples.add(fell, metric="entropy_fell", premise=premise, boosted=boosted, module=module)
 
 
 def _change_of_log_odds(before: Tensor, after: Tensor, key: int) -> Tensor:
@@ -135,7 +132,6 @@ def _change_of_log_odds(before: Tensor, after: Tensor, key: int) -> Tensor:
     return log_odds(after, index) - log_odds(before, index)
 
 
-@torch.inference_mode()
 def _compare_outputs(
     samples: Samples,
     prompt: PromptIds,

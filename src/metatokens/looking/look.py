@@ -1,7 +1,7 @@
 """Run a model on one prompt, and record what it attends to, what each layer predicts, and what it answers."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 from unittest.mock import patch
@@ -199,15 +199,10 @@ def _lens(model: PreTrainedModel, ids: Tensor, states: Sequence[Tensor]) -> Like
         returned = (batch, *last_output[1:]) if isinstance(last_output, tuple) else batch
         with ExitStack() as patches:
             for block in blocks:
-                patches.enter_context(patch.object(block, "forward", _returning(returned)))
+                patches.enter_context(patch.object(block, "forward", return_value=returned))
             logits = model(ids[None].to(model.device), use_cache=False).logits[0]
         by_state.append(likeliest(model, logits))
     return Likeliest(
         ids=torch.stack([tokens.ids for tokens in by_state]),
         probabilities=torch.stack([tokens.probabilities for tokens in by_state]),
     )
-
-
-def _returning(output: Any) -> Callable[..., Any]:
-    """A forward function that returns the same, whatever it is given."""
-    return lambda *args, **kwargs: output

@@ -134,7 +134,6 @@ def to_html(looks: Sequence[Look]) -> str:
         signature=SIGNATURE,
         scale=SCALE,
         names=names,
-        looks=looks,
         answers=[_answers(look) for look in looks],
         forgets=any(
             look.forgotten(*module) is not None

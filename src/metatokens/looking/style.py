@@ -98,9 +98,7 @@ def small_multiples(panels: Mapping[str, Panel], order: Collection[str], across:
         return Figure()
     columns = min(across, len(panels))
     rows = math.ceil(len(panels) / columns)
-    figure = Figure(
-        (WIDTH, rows * _PANEL_HEIGHT + _LEGEND_HEIGHT), layout="constrained", facecolor="white"
-    )
+    figure = Figure(layout="constrained", facecolor="white")
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     title_size = SIZE + (1.5 if columns < 3 else 0)
     title_letters = int((WIDTH / columns - 0.3) * _LETTERS / title_size)
@@ -118,7 +116,7 @@ def small_multiples(panels: Mapping[str, Panel], order: Collection[str], across:
     _label_axes_once(list(grid[: len(panels)]), columns)
     ordered = sorted(handle_of, key=lambda label: [*order, label].index(label))
     legend_height = _add_legend(figure, {label: handle_of[label] for label in ordered})
-    figure.set_figheight(rows * _PANEL_HEIGHT + legend_height)
+    figure.set_size_inches(WIDTH, rows * _PANEL_HEIGHT + legend_height)
     return figure
 
 

@@ -1,6 +1,6 @@
 """The claims of `claims.yaml`, which explains their fields, and how a claim selects the scores of runs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
@@ -79,12 +79,10 @@ class Claim(BaseModel):
 
     def figures(self, b: Side) -> list[tuple[int, Fields]]:
         """The figures to measure, each with its sign: a, b, and their counterparts by `less`. A bound is none."""
-        sides = [(1, self.a), (-1, b)]
+        figures = [(sign, side) for sign, side in ((1, self.a), (-1, b)) if isinstance(side, dict)]
         if self.less:
-            sides += [
-                (-sign, {**side, **self.less}) for sign, side in sides if isinstance(side, dict)
-            ]
-        return [(sign, side) for sign, side in sides if isinstance(side, dict)]
+            figures += [(-sign, {**side, **self.less}) for sign, side in figures]
+        return figures
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ class MeasuredStratum(Stratum):
 
     fields: Fields
     against: Side
-    settings: tuple[Setting, ...]
+    settings: Sequence[Setting]
 
 
 @dataclass(frozen=True)
@@ -187,8 +185,7 @@ def claims() -> tuple[Claim, ...]:
     read: list[Claim] = []
     for question, blocks in questions.items():
         for block in blocks:
-            fields_by_text = block.pop("claims")
-            for text, fields in fields_by_text.items():
+            for text, fields in block.pop("claims").items():
                 read.append(
                     Claim.model_validate({**block, **fields, "text": text, "question": question})
                 )
@@ -226,7 +223,7 @@ def _strata(inputs: Inputs, claim: Claim, b: Side, over: Fields) -> Iterator[Mea
         complete = _complete(pd.concat(counted), len(counted) - 1)
         is_whole = complete["figure"].nunique() == len(claim.figures(b))
         if settings and (is_whole or len(counted) == 1):
-            yield _stratum(claim, b, fields, tuple(settings), complete)
+            yield _stratum(claim, b, fields, settings, complete)
 
 
 def _scores(inputs: Inputs, claim: Claim, b: Side, over: Fields, keys: list[str]) -> pd.DataFrame:
@@ -307,14 +304,11 @@ def _complete(scores: pd.DataFrame, settings: int) -> pd.DataFrame:
 
 
 def _stratum(
-    claim: Claim, b: Side, fields: Fields, settings: tuple[Setting, ...], scores: pd.DataFrame
+    claim: Claim, b: Side, fields: Fields, settings: Sequence[Setting], scores: pd.DataFrame
 ) -> MeasuredStratum:
     """The stratum, of the scores in the settings that count."""
     runs = _sum_by(scores, "value", "training", "seed")
-    samples = [
-        {int(seed): float(score) for seed, score in sample.droplevel("training").items()}
-        for _, sample in runs.groupby("training")
-    ]
+    samples = [sample.droplevel("training").to_dict() for _, sample in runs.groupby("training")]
     constant = claim.a if isinstance(claim.a, float) else 0.0
     if not isinstance(b, dict):
         constant -= scores["chance"].mean() if b == "chance" else b
@@ -323,7 +317,7 @@ def _stratum(
         samples = []
     return MeasuredStratum(
         task=fields.get("task", ""),
-        samples=tuple(samples),
+        samples=samples,
         constant=constant,
         prompts=_prompt_variance(scores),
         fields=fields,

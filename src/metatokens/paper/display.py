@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterable, Mapping
 
 LINE_EVERY = 20.0  # seconds between two lines while no stage ends
-FEW_SECONDS = 5.0  # after which the work done tells how long the rest takes
 
 
 class Display:
@@ -39,9 +38,8 @@ class Display:
         total = sum(self._costs.values())
         done = sum(cost * self._fractions[name] for name, cost in self._costs.items())
         left = "estimating the time left"
-        if done and elapsed > FEW_SECONDS:
-            speed = done / elapsed
-            left = f"{_minutes((total - done) / speed)} left"
+        if done:
+            left = f"{_minutes(elapsed * (total - done) / done)} left"
         stages = ", ".join(f"{name} {self._fractions[name]:.0%}" for name in names)
         line = f"{done / total:4.0%} in {_minutes(elapsed)}, {left}: {stages}"
         print(line, file=sys.stderr, flush=True)

@@ -25,8 +25,6 @@ _RUN = ["task", "model", "position_embedding", "seed"]  # whose learning curve i
 Fields = Mapping[str, Any]
 Run = tuple[str, str, str, int]
 """The task, the model, its positions and its seed."""
-Curve = Sequence[tuple[float, float]]
-"""Points (rate, distortion), rates ascending, from rate 0 on."""
 
 PRESETS = get_args(PresetName)
 GRIDS = ("small", "gpu", "paper")  # the presets whose figures are set next to the paper's
@@ -119,7 +117,7 @@ def load(paths: Sequence[Path]) -> Inputs:
     figures = _with_floors(figures[~is_analysis_of_variant])
     curves = _named(_typed(_rows(read.points, CurvePoint)))
     derived = pd.DataFrame(
-        [*_steps_to_learn(curves), *_distortions(figures), *_slowdowns(read.timings)]
+        [*_steps_to_learn(curves), *distortions(figures, RATES), *_slowdowns(read.timings)]
     )
     figures = _typed(pd.concat([figures, derived]))
     return Inputs(figures, curves, grid, read)
@@ -172,36 +170,43 @@ def learning_curves(curves: pd.DataFrame) -> dict[Run, pd.DataFrame]:
 
 def learned_from(points: pd.DataFrame) -> float:
     """Steps to the first point of a curve from which accuracy is never below `LEARNED`; infinite if there is none."""
-    below = np.flatnonzero(points["exact_match"].to_numpy() < LEARNED)
-    learned = int(below[-1]) + 1 if len(below) else 0
-    if learned == len(points):
-        return float("inf")
-    return float(points["step"].iloc[learned])
+    is_learned = points["exact_match"] >= LEARNED
+    stays_learned = is_learned[::-1].cummin()[::-1]
+    return float(min(points["step"][stays_learned], default=np.inf))
 
 
-def distortion_curves(figures: pd.DataFrame) -> dict[tuple[int, int], Curve]:
-    """The rate-distortion curves, by seed of the model and of the fit.
+def distortions(figures: pd.DataFrame, rates: Sequence[float]) -> Iterator[Fields]:
+    """`distortion_at_rate`, in nats, at these rates: the mean of a run's fits."""
+    of_run = ["model", "position_embedding", "intervention", "split", "seed"]
+    for values, points in select(figures, analysis="rate_distortion").groupby(of_run):
+        fields = dict(zip(of_run, values, strict=True))
+        for subject in ("meta", "text"):
+            fits = _distortions_of_fits(select(points, subject=["", subject]), rates)
+            if fits:
+                for rate, mean in zip(rates, np.mean(fits, axis=0), strict=True):
+                    at_rate = {"subject": subject, "rate": rate, "value": mean, "n": len(fits)}
+                    yield {"metric": "distortion_at_rate", **fields, **at_rate}
+
+
+def _distortions_of_fits(figures: pd.DataFrame, rates: Sequence[float]) -> list[np.ndarray]:
+    """The distortions of each fit at these rates: linear between its points, and that of the last one beyond it.
+
+    A curve begins at rate 0 with the entropy of the answers.
 
     Args:
-        figures: measured rates, distortions and answer entropies that differ in seed, fit and beta alone.
+        figures: measured rates, distortions and an answer entropy that differ in fit and beta alone.
     """
-    entropies = select(figures, metric="answer_entropy").groupby("seed")["value"].last()
+    entropies = select(figures, metric="answer_entropy")["value"]
+    at_rate_0 = [(0.0, entropy) for entropy in entropies]
     measured = select(figures, metric=["rate", "distortion"])
-    by_beta = measured.pivot(index=["seed", "fit_seed", "beta"], columns="metric", values="value")
+    by_beta = measured.pivot(index=["fit_seed", "beta"], columns="metric", values="value")
     points = by_beta.reindex(columns=["rate", "distortion"]).dropna()
-    curves: dict[tuple[int, int], Curve] = {}
-    for (seed, fit_seed), of_fit in points.groupby(["seed", "fit_seed"]):
-        without_information = entropies.get(seed, of_fit["distortion"].max())
-        curves[int(seed), int(fit_seed)] = sorted(
-            [(0.0, without_information), *of_fit.itertuples(index=False)]
-        )
-    return curves
-
-
-def distortions_at(curve: Curve, rates: Sequence[float]) -> np.ndarray:
-    """The distortions of a curve at some rates: linear between its points, and that of the last one beyond it."""
-    measured_rates, distortions = zip(*curve, strict=True)
-    return np.interp(rates, measured_rates, distortions)
+    fits = []
+    for _, of_fit in points.groupby("fit_seed"):
+        curve = sorted([*at_rate_0, *of_fit.itertuples(index=False)])
+        measured_rates, measured_distortions = zip(*curve, strict=True)
+        fits.append(np.interp(rates, measured_rates, measured_distortions))
+    return fits
 
 
 def _rows(records: Sequence[Record], kind: type[Record]) -> pd.DataFrame:
@@ -215,7 +220,7 @@ def _typed(frame: pd.DataFrame) -> pd.DataFrame:
     frame = frame.assign(**dict.fromkeys(missing)).reset_index(drop=True)
     for name in frame:
         if name in _NUMBERS:
-            frame[name] = pd.to_numeric(frame[name]).astype(float)
+            frame[name] = frame[name].astype(float)
         elif name not in _OBJECTS:
             frame[name] = frame[name].astype(object).fillna("").astype(str)
     return frame
@@ -250,8 +255,8 @@ def _with_floors(figures: pd.DataFrame) -> pd.DataFrame:
     constants = shortcuts[shortcuts["model"].str.startswith("the commonest answer")]
     matches = select(figures, metric="exact_match").drop(columns="shortcut")
     for column, scores in (("shortcut", shortcuts), ("constant", constants)):
-        best = scores.groupby(prompts)["value"].max().rename(column).reset_index()
-        matches = matches.merge(best, on=prompts, how="left")
+        best = scores.groupby(prompts)["value"].max().rename(column)
+        matches = matches.join(best, on=prompts)
     matches["chance"] = matches["chance"].fillna(matches.pop("constant"))
     others = figures[figures["metric"] != "exact_match"]
     return pd.concat([others, matches], ignore_index=True)
@@ -280,21 +285,6 @@ def _steps_to_learn(curves: pd.DataFrame) -> Iterator[Fields]:
             "chance": np.log(tau),
             "exact_match": points["exact_match"].iloc[-1],
         }
-
-
-def _distortions(figures: pd.DataFrame) -> Iterator[Fields]:
-    """`distortion_at_rate`, in nats: the mean of a run's fits."""
-    of_run = ["model", "position_embedding", "intervention", "split", "seed"]
-    for values, points in select(figures, analysis="rate_distortion").groupby(of_run):
-        fields = dict(zip(of_run, values, strict=True))
-        for subject in ("meta", "text"):
-            curves = distortion_curves(select(points, subject=["", subject])).values()
-            # (fits, rates).
-            distortions = np.array([distortions_at(curve, RATES) for curve in curves])
-            if len(curves):
-                for rate, mean in zip(RATES, distortions.mean(axis=0), strict=True):
-                    at_rate = {"subject": subject, "rate": rate, "value": mean, "n": len(curves)}
-                    yield {"metric": "distortion_at_rate", **fields, **at_rate}
 
 
 def _slowdowns(timings: Sequence[Timing]) -> Iterator[Fields]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import TypeAdapter
 
 from metatokens.errors import UserError
 from metatokens.paper.variants import (
@@ -53,13 +53,7 @@ class Stage:
     @property
     def settings(self) -> Fields:
         """The options as JSON values; recipes omit defaults, so finished stages stay valid when a setting is added."""
-        settings = {}
-        for name, option in self.options.items():
-            is_recipe = isinstance(option, BaseModel)
-            settings[name] = (
-                option.model_dump(mode="json", exclude_defaults=True) if is_recipe else option
-            )
-        return settings
+        return TypeAdapter(Fields).dump_python(self.options, mode="json", exclude_defaults=True)
 
     @property
     def answers(self) -> set[str]:
@@ -144,8 +138,7 @@ def _weights_stages(model: TrainedModel, sizes: Preset) -> Iterator[Stage]:
         product=f"{model.weights}/manifest.json",
     )
     yield weights
-    tables = tuple(dict.fromkeys([*model.tables, "perplexity"]))
-    yield _stage("perplexity", model, after=(weights.name,), tables=tables)
+    yield _stage("perplexity", model, after=(weights.name,), tables=(*model.tables, "perplexity"))
 
 
 def _finetune_stage(model: TrainedModel, sizes: Preset, task: str) -> Stage:
@@ -185,14 +178,13 @@ def _tables(model: TrainedModel, task: str) -> tuple[str, ...]:
 
 
 def _inspection_stages(sizes: Preset, task: str) -> Iterator[Stage]:
-    by_name = {model.name: model for model in sizes.models}
     for inspection in sizes.inspections:
         if task not in inspection.tasks:
             continue
         for name in inspection.models:
             yield _stage(
                 inspection.kind,
-                by_name[name],
+                sizes.models_by_name[name],
                 task,
                 method=inspection.method,
                 options=inspection.options,
@@ -202,9 +194,8 @@ def _inspection_stages(sizes: Preset, task: str) -> Iterator[Stage]:
 
 
 def _look_stage(sizes: Preset, task: str) -> Stage:
-    by_name = {model.name: model for model in sizes.models}
     trained = {
-        name: finetune_recipe(sizes, by_name[name], task).task.train_lengths[-1]
+        name: finetune_recipe(sizes, sizes.models_by_name[name], task).task.train_lengths[-1]
         for name in sizes.looked_into
     }
     return _stage(

@@ -6,7 +6,7 @@ Importing this module loads neither torch nor transformers.
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
 from metatokens.records import Measured, Record
 
@@ -34,14 +34,6 @@ class CurvePoint(Record):
     loss: float | None = None  # nats per target token
     exact_match: float | None = None  # on the same `n` test prompts at each step
     n: int | None = None
-
-    @model_validator(mode="after")
-    def _has_a_figure(self) -> "CurvePoint":
-        if self.loss is None and (self.exact_match is None or self.text_tokens is None):
-            raise ValueError(
-                "a point of a curve has a loss, or an exact_match after so many text_tokens"
-            )
-        return self
 
 
 class StageRecord(Record):

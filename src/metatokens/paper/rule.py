@@ -43,7 +43,7 @@ class Stratum:
     """
 
     task: str
-    samples: tuple[Mapping[int, float], ...]
+    samples: Sequence[Mapping[int, float]]
     constant: float = 0.0
     prompts: float = 0.0
 

@@ -137,10 +137,11 @@ def _write_provenance(log: RunLog, name: str, sizes: Preset, **run: Any) -> None
     if "tokenize" not in entries:
         return
     plan = {stage.name: stage for stage in stages(sizes)}
-    recipes = {}  # including defaults
-    for stage in plan.values():
-        if stage.name in entries and "recipe" in stage.options:
-            recipes[stage.name] = stage.options["recipe"].model_dump(mode="json")
+    recipes = {
+        stage.name: stage.options["recipe"].model_dump(mode="json")  # including defaults
+        for stage in plan.values()
+        if stage.name in entries and "recipe" in stage.options
+    }
     models = {}
     for model in sizes.models:
         entry = entries.get(f"{model.made_by}-{model.name}")

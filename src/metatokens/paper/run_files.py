@@ -1,6 +1,5 @@
 """Everything that a report reads: the files of run folders, and single files of lines."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +48,8 @@ def read_runs(paths: Sequence[Path]) -> RunLines:
             raise UserError(
                 f"the folder {path} holds no results.jsonl; give a run folder or a file of result lines."
             )
-        if _is_of_benchmark(file):
+        first_line, _, _ = read_text(file).partition("\n")
+        if '"benchmark":' in first_line:  # the key that lines of benchmarks alone have
             lines.timings += read_lines(file, Timing)
             continue
         lines.results += read_lines(file, Result)
@@ -57,23 +57,14 @@ def read_runs(paths: Sequence[Path]) -> RunLines:
             lines.measurements += _read_if_there(lines_file(path, "analysis"), Measurement)
             lines.points += _read_if_there(lines_file(path, "curves"), CurvePoint)
             lines.examples += _read_if_there(lines_file(path, "examples"), ExampleRecord)
-            lines.runs += (
-                [read_record(path / "run.json", RunInfo)] if (path / "run.json").exists() else []
-            )
+            if (path / "run.json").exists():
+                lines.runs.append(read_record(path / "run.json", RunInfo))
             lines.looks |= {page.stem: page for page in sorted((path / LOOKS).glob("*.html"))}
     if not lines.results:
         raise UserError(
             f"there is no result in {', '.join(map(str, paths)) or 'an empty list of files'}."
         )
     return lines
-
-
-def _is_of_benchmark(file: Path) -> bool:
-    try:
-        return "benchmark" in json.loads(read_text(file).partition("\n")[0])
-    except (ValueError, TypeError, RecursionError):
-        # Including UserError: the next reader reports what is unreadable.
-        return False
 
 
 def _read_if_there(path: Path, kind: type[AnyRecord]) -> list[AnyRecord]:

@@ -5,7 +5,6 @@
 a stage that was cut off, and are dropped when the run resumes.
 """
 
-import json
 import os
 import sys
 from collections.abc import Iterable
@@ -76,8 +75,7 @@ class RunLog:
             # An option of older versions; all stages are so now.
             if recorded.get("noise_seeds") == 1:
                 del recorded["noise_seeds"]
-            settings = json.loads(json.dumps(stage.settings))
-            for key, before, after in differences(recorded, settings):
+            for key, before, after in differences(recorded, stage.settings):
                 raise UserError(
                     f"{self.out} holds the stage {stage.name} with other settings ({key} was {before!r} and is now "
                     f"{after!r}); give a new folder, or --overwrite to replace the run."

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,6 @@ class Runner:
 
     def __init__(self, out: Path, name: str, preset: Preset):
         self.out, self.name, self.preset = out, name, preset
-        self.models = {model.name: model for model in preset.models}
 
     def carry_out(self, stage: Stage, progress: Progress) -> Outcome:
         """Call the stage's method."""
@@ -148,7 +148,7 @@ class Runner:
         """Extend the context of another pretrained model, and pretrain it further."""
         assert model.pretrained_as is not None
         extend(
-            self.out / self.models[model.pretrained_as].weights,
+            self.out / self.preset.models_by_name[model.pretrained_as].weights,
             self.out / model.weights,
             factor=factor,
             recipe=self._with_tokens(recipe),
@@ -201,7 +201,7 @@ class Runner:
         folder = self.out / "models" / model.name / task
         finetune(
             recipe,
-            self.out / self.models[model.start].weights,
+            self.out / self.preset.models_by_name[model.start].weights,
             folder,
             task=task,
             documents=self._documents(task),
@@ -288,11 +288,8 @@ class Runner:
 
     def look(self, progress: Progress, *, task: str, trained: Mapping[str, int]) -> Outcome:
         """Write a page of the models' attention in the example that `describe_tasks` wrote."""
-        examples = {
-            example.task: example
-            for example in read_lines(self.out / "examples.jsonl", ExampleRecord)
-        }
-        example = examples[task]
+        examples = read_lines(self.out / "examples.jsonl", ExampleRecord)
+        example = next(example for example in examples if example.task == task)
         looks = []
         for name, length in trained.items():
             model = load_model(self.out / "models" / name / task / str(length))
@@ -322,8 +319,9 @@ class Runner:
 
     def _draw(self, task: str, condition: str, length: int, n: int) -> Sequence[Example]:
         """The first test examples of one length."""
-        folder, corpus = self._tokenizer_folder, self.preset.corpus
-        return _test_examples(folder, corpus, task, condition, length, n)
+        return _test_examples(
+            self._tokenizer_folder, self.preset.corpus, task, condition, length, n
+        )
 
     def _tests(self, task: str, condition: str, counts: Counts) -> dict[int, Sequence[Example]]:
         """The first test examples of each length."""
@@ -405,8 +403,9 @@ class Runner:
     def _text_tokens(self, examples: Sequence[Encoded]) -> float:
         """The mean number of text tokens of an example."""
         marker = meta_token_id(self._tokenizer())
-        numbers = [int((np.asarray(example.input_ids) != marker).sum()) for example in examples]
-        return sum(numbers) / len(numbers)
+        return fmean(
+            np.count_nonzero(np.asarray(example.input_ids) != marker) for example in examples
+        )
 
 
 # Cached, since a worker carries out the stages of several models, which read the same examples.

@@ -165,6 +165,11 @@ class Preset:
     ] = ()  # models that a page shows side by side on an example of each task
 
     @property
+    def models_by_name(self) -> dict[str, TrainedModel]:
+        """The models, by the names that inspections and other models call them by."""
+        return {model.name: model for model in self.models}
+
+    @property
     def tasks(self) -> tuple[str, ...]:
         """The tasks that at least one model is fine-tuned for."""
         return tuple(dict.fromkeys(task for model in self.models for task in model.tasks))

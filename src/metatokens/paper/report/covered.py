@@ -4,7 +4,7 @@ from metatokens.looking.style import readable
 from metatokens.paper.frame import select
 from metatokens.paper.report.make_table import Cell
 from metatokens.paper.report.tables import ALONE, Tables
-from metatokens.paper.report.text import CONTENT, PERCENT, listed, number, order, words
+from metatokens.paper.report.text import CONTENT, PERCENT, listed, number, ordered, words
 from metatokens.records import ExampleRecord
 from metatokens.tasks.content import OPENING
 
@@ -18,7 +18,7 @@ def sentences(tables: Tables) -> list[str]:
     hidden = select(hidden, task=task)
     in_sight = select(tables.main_figures(), task=task)
     named, answers = [], []
-    for model in sorted(set(hidden["model"]), key=order, reverse=True):
+    for model in reversed(ordered(hidden["model"])):
         description = CONTENT["models"].get(model)
         named.append(f"{model} ({description})" if description else model)
         mean_hidden, _, _ = Cell.of(select(hidden, model=model)).estimate()
@@ -68,7 +68,7 @@ def answers(
     }
     return {
         model: (readable(said[model].strip(" ")) or "nothing", said[model] == example.completion)
-        for model in sorted(said, key=order, reverse=True)
+        for model in reversed(ordered(said))
     }
 
 

@@ -30,17 +30,11 @@ from metatokens.looking.style import (
     small_multiples,
 )
 from metatokens.paper.claims import ClaimResult
-from metatokens.paper.frame import (
-    distortion_curves,
-    distortions_at,
-    learning_curves,
-    select,
-    trained_to,
-)
+from metatokens.paper.frame import distortions, learning_curves, select, trained_to
 from metatokens.paper.report.make_table import Cell
 from metatokens.paper.report.paper_numbers import paper_table
 from metatokens.paper.report.tables import ALONE, Tables
-from metatokens.paper.report.text import FORMS, PERCENT, Form, listed, number, order, words
+from metatokens.paper.report.text import FORMS, PERCENT, Form, listed, number, ordered, words
 
 LOOKS = {
     "supported": ("#0072b2", ">"),
@@ -85,10 +79,10 @@ def curves(
         is_log: whether x is drawn by its logarithm.
         axes: properties of the axes of each panel.
     """
-    styles = palette(sorted(set(figures[line_of]) - _FLOORS.keys(), key=order)) | _FLOORS
+    styles = palette(ordered(set(figures[line_of]) - _FLOORS.keys())) | _FLOORS
 
     def draw(of_panel: pd.DataFrame, area: Axes) -> None:
-        for label in sorted(set(of_panel[line_of]), key=order):
+        for label in ordered(of_panel[line_of]):
             of_line = of_panel[of_panel[line_of] == label]
             cells = {at: Cell.of(rows) for at, rows in of_line.groupby(x)}
             middle, low, high = (
@@ -108,18 +102,14 @@ def curves(
 
     panels = {
         words(panel, value): partial(draw, figures[figures[panel] == value])
-        for value in sorted(set(figures[panel]), key=order)
+        for value in ordered(figures[panel])
     }
     return small_multiples(panels, [*styles], across)
 
 
 def by_length(tables: Tables) -> Figure:
     """Figure 1: accuracy by length of the models that were trained to the longest prompts; the paper's in grey."""
-    every_length = [
-        tables.inputs.measured(**{**main, "train_length": "*", "length": "*"})
-        for main in tables.tasks.values()
-    ]
-    ours = pd.concat([tables.inputs.figures[:0], *every_length]).dropna(subset=["length"])
+    ours = tables.main_figures(train_length="*", length="*").dropna(subset=["length"])
     ours = trained_to(ours, ours.groupby("task")["train_length"].transform("max"))
     shortcuts = ours.drop_duplicates(["task", "length"]).dropna(subset=["shortcut"])
     shortcuts = shortcuts.assign(model="best shortcut", value=shortcuts["shortcut"])
@@ -168,18 +158,12 @@ def similarity(tables: Tables) -> Figure:
 
 def rate_distortion(tables: Tables) -> Figure:
     """Figure 3, right: distortion by rate, the mean of a run's fits."""
-    figures = tables.inputs.figures
-    measured = select(figures, analysis="rate_distortion", position_embedding="rope")
-    measured = select(measured, split=["held_out", "fit"], intervention="")
-    rows = []
-    for (split, model), of_model in measured.groupby(["split", "model"]):
-        for subject in ("meta", "text"):
-            label = f"{model}, {words('subject', subject)}"
-            fits = distortion_curves(select(of_model, subject=["", subject]))
-            for (seed, _), fit in fits.items():
-                values = distortions_at(fit, _DRAWN_RATES)
-                rows += [(split, label, seed, *at) for at in zip(_DRAWN_RATES, values, strict=True)]
-    drawn = pd.DataFrame(rows, columns=["split", "line", "seed", "rate", "value"])
+    where: dict[str, Any] = {"position_embedding": "rope", "intervention": ""}
+    measured = select(tables.inputs.figures, split=["held_out", "fit"], **where)
+    columns = ["split", "model", "subject", "seed", "rate", "value"]
+    drawn = pd.DataFrame(distortions(measured, _DRAWN_RATES), columns=columns)
+    subjects = [words("subject", subject) for subject in drawn["subject"]]
+    drawn = drawn.assign(line=drawn["model"] + ", " + subjects)
     form = FORMS["distortion"]
     return curves(drawn, "rate", panel="split", line_of="line", form=form, xlabel="rate, nats")
 
@@ -192,7 +176,7 @@ def covered(tables: Tables) -> Figure:
     hidden, in_sight = tables.main_figures(intervention=ALONE), tables.main_figures()
 
     def draw(task: str, axes: Axes) -> None:
-        models = sorted(set(select(hidden, task=task)["model"]), key=order)
+        models = ordered(select(hidden, task=task)["model"])
         asked = ((in_sight, "text in sight", 0.4), (hidden, "text covered", 0.9))
         for row, (model, (figures, sight, opacity)) in enumerate(product(models, asked)):
             cell = Cell.of(select(figures, task=task, model=model))
@@ -204,8 +188,8 @@ def covered(tables: Tables) -> Figure:
             _write(axes, 0.02, row - 0.35, f"{model}, {sight}: {cell.shown(PERCENT)} %, n = {n}")
         axes.set(ylim=(2 * len(models) - 0.6, -1.0), yticks=[], xlabel=PERCENT.what)
 
-    tasks = sorted(set(hidden["task"]), key=order)
-    return small_multiples({words("task", task): partial(draw, task) for task in tasks}, ())
+    panels = {words("task", task): partial(draw, task) for task in ordered(hidden["task"])}
+    return small_multiples(panels, ())
 
 
 def _write(axes: Axes, x: float, y: float, text: str, weight: str = "normal") -> None:

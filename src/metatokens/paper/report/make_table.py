@@ -77,16 +77,19 @@ def _lines_of(text: Text) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Cell:
-    """One figure, run by run."""
+    """One figure, run by run.
+
+    Attributes:
+        runs: by seed.
+        ends: the 95 % interval over prompts, which is shown for a single run.
+        n: how many prompts, rows or tokens: each number that a run has.
+        floors: the scores of the best shortcut and of chance on the same prompts.
+    """
 
     runs: Mapping[int, float] = field(default_factory=dict)
-    """By seed."""
     ends: tuple[float, float] = (math.nan, math.nan)
-    """The 95 % interval over prompts, which is shown for a single run."""
     n: frozenset[int] = frozenset()
-    """How many prompts, rows or tokens: each number that a run has."""
     floors: tuple[float, float] = (math.nan, math.nan)
-    """The scores of the best shortcut and of chance on the same prompts."""
 
     @classmethod
     def of(cls, figures: pd.DataFrame) -> "Cell":
@@ -96,12 +99,11 @@ class Cell:
         if measured.empty:
             return cls()
         by_seed = measured.groupby("seed")[["value", "low", "high"]].mean()
-        shortcut, chance = measured[["shortcut", "chance"]].iloc[0].tolist()
         return cls(
-            runs={int(seed): float(value) for seed, value in by_seed["value"].items()},
-            ends=(by_seed["low"].iloc[0], by_seed["high"].iloc[0]),
+            runs=by_seed["value"].to_dict(),
+            ends=tuple(by_seed[["low", "high"]].iloc[0]),
             n=frozenset(map(int, measured["n"].dropna())),
-            floors=(shortcut, chance),
+            floors=tuple(measured[["shortcut", "chance"]].iloc[0]),
         )
 
     def estimate(self) -> tuple[float, float, float]:
@@ -111,12 +113,11 @@ class Cell:
         """
         values = np.array([*self.runs.values()])
         if len(values) == 1:
-            return (float(values[0]), *self.ends)
-        mean = float(values.mean())
+            return (values[0], *self.ends)
+        mean = values.mean()
         if len(values) < FEWEST_RUNS:
             return mean, math.nan, math.nan
-        quantile = float(stdtrit(len(values) - 1, 0.975))
-        reach = quantile * float(values.std(ddof=1)) / math.sqrt(len(values))
+        reach = stdtrit(len(values) - 1, 0.975) * values.std(ddof=1) / math.sqrt(len(values))
         return mean, mean - reach, mean + reach
 
     def shown(self, form: Form, runs_of_others: int = 0) -> str:
@@ -222,14 +223,17 @@ def _selected(
 
 def _add_floors(header: list[str], body: list[list[Text]], floors: np.ndarray, form: Form) -> None:
     """Add the scores of the best shortcut and of chance, an array (rows, columns, 2); see `make_table`."""
-    lowest = np.where(np.isnan(floors), np.inf, floors)
-    highest = np.where(np.isnan(floors), -np.inf, floors)
-    is_of_column, is_of_row = ((lowest.min(axis) >= highest.max(axis)).all() for axis in range(2))
+    # A floor that is not known is NaN, which fmin and fmax pass over.
+    is_of_column, is_of_row = (
+        not (np.fmin.reduce(floors, axis) < np.fmax.reduce(floors, axis)).any() for axis in range(2)
+    )
+    if not (is_of_column or is_of_row):
+        return
     for kind, label in enumerate((SHORTCUT, form.chance)):
-        if np.isnan(floors[..., kind]).all() or not (is_of_column or is_of_row):
+        scores = np.fmax.reduce(floors[..., kind], axis=0 if is_of_column else 1)
+        if np.isnan(scores).all():
             continue
-        scores = highest[..., kind].max(axis=0 if is_of_column else 1)
-        texts = [form(score) if np.isfinite(score) else NOT_RUN for score in scores]
+        texts = [NOT_RUN if np.isnan(score) else form(score) for score in scores]
         if is_of_column:
             body.append([label, *texts])
         else:

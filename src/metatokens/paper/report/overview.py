@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -58,6 +58,11 @@ def _task(task: str) -> str:
     return words("task", task).lower()
 
 
+def _of_tasks(effects: Mapping[str, Effect], unit: str) -> list[str]:
+    """Effects, each after the name of its task."""
+    return [f"{_task(task)} {amount(effect, unit)}" for task, effect in effects.items()]
+
+
 # --- The first screen
 
 
@@ -81,11 +86,8 @@ def counts(results: Sequence[ClaimResult]) -> str:
 
 def _by_task(result: ClaimResult, tests: int) -> str:
     """A main claim, task by task; the mean of tasks, which carries the verdict, comes last."""
-    tasks = [f"{_task(task)} {amount(of_task, 'points')}" for task, of_task in result.tasks.items()]
-    without = [
-        f"; without {_task(task)} {amount(effect, 'points')}"
-        for task, effect in result.without.items()
-    ]
+    tasks = _of_tasks(result.tasks, "points")
+    without = [f"; without {effect}" for effect in _of_tasks(result.without, "points")]
     lost = "" if result.holds_among(tests) else f", but not if corrected for {tests} main claims"
     return (
         f"Main claim, \u201c{result.claim.text}\u201d: {', '.join(tasks)}. In the mean of tasks "
@@ -116,18 +118,13 @@ def _claim_row(result: ClaimResult) -> Row:
     label = [f"{main}{claim.title} ({claim.source})"]
     if claim.note:
         label.append(built + claim.note)
-    effects = [amount(result.effect, claim.unit)]
-    for task, effect in result.without.items():
-        effects.append(f"without {_task(task)} {amount(effect, claim.unit)}")
-    by_task = [
-        f"{_task(task)} {amount(effect, claim.unit)}".replace(" points", "")
-        for task, effect in result.tasks.items()
-    ]
+    without = [f"without {effect}" for effect in _of_tasks(result.without, claim.unit)]
+    by_task = [effect.replace(" points", "") for effect in _of_tasks(result.tasks, claim.unit)]
     runs = {len(sample) for stratum in result.strata for sample in stratum.samples}
     return (
         tuple(label),
         verdict(result),
-        tuple(effects),
+        (amount(result.effect, claim.unit), *without),
         "" if len(by_task) < 2 or claim.universal else tuple(by_task),
         " or ".join(map(str, sorted(runs))) or NOT_RUN,
     )

@@ -30,7 +30,6 @@ from metatokens.paper.report.text import CONTENT, duration, escape, number, word
 SIGNATURE = "metatokens report"  # in every page; a page without it is never overwritten
 # The pages in Markdown, and the HTML that is made from each.
 _PAGES = {"report.md": "index.html", "tables.md": "tables.html"}
-_NO_SECTION = {"text": "", "figures": (), "tables": (), "special": ""}
 
 Pictures = dict[str, bytes]
 """PNG files, by name."""
@@ -101,19 +100,24 @@ def _markdown(inputs: Inputs, out: Path, pictures: Pictures) -> dict[str, str]:
     # Every value is escaped where it is printed, except for what a template marks as markup.
     environment = _environment(finalize=escape)
     environment.filters |= {
+        "words": words,
+        "number": number,
+        "duration": duration,
+        "evidence": overview.evidence,
+        "markup": Markup,
         "markdown": lambda table: Markup(table.markdown()),
         "href": lambda page: Markup(quote_url(os.path.relpath(page, out))),
         "html": lambda text: Markup(html.escape(text, quote=False).replace("\n", "&#10;")),
     }
-    content = _content(inputs) | {"picture": picture, "results": results}
-    has_intervals = any(math.isfinite(result.effect.low) for result in results)
-    content["has_intervals"] = has_intervals
-    content["needed"] |= {"claims": has_intervals, "evidence": has_intervals}
+    content = _content(inputs) | {
+        "picture": picture,
+        "results": results,
+        "has_intervals": any(math.isfinite(result.effect.low) for result in results),
+    }
     texts = {}
     for page in _PAGES:
         tables = Tables(inputs, by_seed=page == "tables.md")
-        sections = [_NO_SECTION | section for section in CONTENT["pages"][page]]
-        content |= {"page": page, "sections": sections, "tables": tables}
+        content |= {"page": page, "sections": CONTENT["pages"][page], "tables": tables}
         text = environment.get_template("page.md.j2").render(content)
         texts[page] = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
     return texts
@@ -140,7 +144,6 @@ def _content(inputs: Inputs) -> dict[str, Any]:
         "overview": overview,
         "speeds": sorted(speeds, key=lambda timing: timing.benchmark),
         "paper_table": paper_table,
-        "needed": {"timings": speeds, "examples": read.examples, "papers": inputs.preset},
     }
 
 
@@ -154,8 +157,6 @@ def _environment(**options: Any) -> Environment:
         **options,
     )
     environment.globals["signature"] = SIGNATURE
-    environment.filters |= {"words": words, "number": number, "duration": duration}
-    environment.filters |= {"markup": Markup, "evidence": overview.evidence}
     return environment
 
 

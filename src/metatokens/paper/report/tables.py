@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from metatokens.paper.frame import LEARNED, Inputs
 from metatokens.paper.report.make_table import Fields, Table, pivot
 from metatokens.paper.report.paper_numbers import paper_table
-from metatokens.paper.report.text import CONTENT, FORMS, PERCENT, order, words
+from metatokens.paper.report.text import CONTENT, FORMS, PERCENT, ordered, words
 
 ALONE = "landmarks_alone"  # an intervention
 
@@ -48,7 +48,7 @@ class Tables:
         accuracies = self.inputs.measured(condition="*", train_condition="*")
         return {
             task: _main_fields(accuracies[accuracies["task"] == task])
-            for task in sorted(set(accuracies["task"]), key=order)
+            for task in ordered(accuracies["task"])
         }
 
     def main_figures(self, **changes: Any) -> pd.DataFrame:
@@ -71,11 +71,10 @@ class Tables:
                 tables.append(self._table(layout, figures, words("task", task)))
         tables = [made for made in tables if made.rows]
         # Tables of one name share a note where it is the same.
-        shown = []
-        for table_above, following in pairwise(tables):
-            is_repeated = table_above.note == following.note
-            shown.append(replace(table_above, note="") if is_repeated else table_above)
-        return [*shown, *tables[-1:]]
+        for number, (above, following) in enumerate(pairwise(tables)):
+            if above.note == following.note:
+                tables[number] = replace(above, note="")
+        return tables
 
     def _measured(self, layout: Layout, **of_task: Any) -> pd.DataFrame:
         where = {**of_task, **layout.where}
@@ -120,7 +119,7 @@ def _main_fields(accuracies: pd.DataFrame) -> Fields:
     }
     preferred = {"train_condition": "paper", "position_embedding": "rope", "condition": "paper"}
     for column, value in preferred.items():
-        values = sorted(set(accuracies[column]), key=order)
+        values = ordered(accuracies[column])
         fields[column] = value if value in values else values[0]
         accuracies = accuracies[accuracies[column] == fields[column]]
     train_length, lengths = accuracies["train_length"].min(), accuracies["length"]

@@ -2,7 +2,7 @@
 
 import html
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import chain
@@ -27,19 +27,23 @@ _ORDER = [*COMPARED, *TASKS, *chain.from_iterable(_WORDS_BY_VALUE)]
 
 @dataclass(frozen=True)
 class Form:
-    """How figures read."""
+    """How figures read.
+
+    Attributes:
+        what: their name, with their unit.
+        scale: what they are multiplied by.
+        digits: after the point.
+        is_log: whether the figures are logarithms, and what is shown is not.
+        counted: the things that each is the mean of.
+        chance: the name of what chance gives, where that is shown.
+    """
 
     what: str
-    """Their name, with their unit."""
     scale: float = 1.0
     digits: int = 0
-    """After the point."""
     is_log: bool = False
-    """Whether the figures are logarithms, and what is shown is not."""
     counted: str = "prompts"
-    """The things that each is the mean of."""
     chance: str = ""
-    """The name of what chance gives, where that is shown."""
 
     def __call__(self, value: float) -> str:
         """A figure: `97.4`, `1,240`, `−0.31`."""
@@ -53,11 +57,6 @@ PERCENT = FORMS["percent"]
 def number(value: float, digits: int = 0, sign: str = "") -> str:
     """A number with its thousands apart: `1,240`, `−0.31`; with the sign `+` also `+0.31`."""
     return f"{value:{sign}z,.{digits}f}".replace("-", MINUS)
-
-
-def name(value: str) -> str:
-    """A task or condition as a reader sees it: `list_recall` is "List recall"."""
-    return value.replace("_", " ").capitalize() or "No name"
 
 
 def words(column: str, value: Any) -> str:
@@ -75,6 +74,11 @@ def order(value: Any) -> tuple[int, float, str]:
     if value is None or isinstance(value, (int, float)):
         return 0, value or 0, ""
     return 1, _ORDER.index(value) if value in _ORDER else len(_ORDER), value
+
+
+def ordered(values: Iterable[Any]) -> list[Any]:
+    """The different values, in order."""
+    return sorted(set(values), key=order)
 
 
 def duration(seconds: float) -> str:
