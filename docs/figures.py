@@ -296,7 +296,9 @@ def covered_task(task: str) -> str:
         if model in COVERED:
             means = [mean_over_seeds(model, task, **where) for where in columns.values()]
             rows.append((label, *map(share, means)))
-    return Table("", (f"{name(task).lower()}, exactly right, %", *columns), rows).markdown()
+    return Table(
+        "", (f"{words('task', task).lower()}, exactly right, %", *columns), rows
+    ).markdown()
 
 
 def covered_cuts() -> str:
@@ -642,7 +644,7 @@ def draw_covered(figure: SubFigure) -> None:
     for axis, (task, chance) in zip(axes, chances.items(), strict=True):
         draw_covered_task(axis, task)
         axis.axhline(100 * chance, color=GREY, linestyle=":", label="guessing")
-        axis.set_title(name(task), fontweight="bold")
+        axis.set_title(words("task", task), fontweight="bold")
     axes[0].set(ylim=(-3, 119), yticks=range(0, 101, 25), ylabel="exactly right at 128 tokens, %")
     figure.legend(
         *axes[0].get_legend_handles_labels(),
