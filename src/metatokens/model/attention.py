@@ -22,7 +22,7 @@ from typing import Any, TypedDict, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 from transformers import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
@@ -265,16 +265,12 @@ class MetaAttention(Attention):
             layer: SecondStore = cache.layers[self.block]
             k, v, key_slots = layer.update_second(Entries(k, v, rows.slots))
         seen = _seen_entries(rows, key_slots, mask)
-        if mask is not None and attend is eager_attention_forward:
-            out, weights = attend(self, q, k, v, seen, scaling=self.scaling)
-            assert weights is not None
-            return linear(self.out_proj, out.flatten(2)), rows.spread(
-                weights, key_slots, mask.shape
-            )
-        out = scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, is_causal=seen is None, scale=self.scaling
-        )
-        return linear(self.out_proj, out.transpose(1, 2).flatten(2)), None
+        if mask is None or attend is not eager_attention_forward:
+            attend = sdpa_attention_forward
+        out, weights = attend(self, q, k, v, seen, scaling=self.scaling)
+        if mask is not None and weights is not None:
+            weights = rows.spread(weights, key_slots, mask.shape)
+        return linear(self.out_proj, out.flatten(2)), weights
 
     def _dense(
         self,
