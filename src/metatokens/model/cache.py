@@ -11,7 +11,7 @@ text (`MetaAttention`, the dense form). A second causal attention has further la
 
 from abc import ABC
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,14 +23,10 @@ from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.positions import counts_within
 from metatokens.model.rows import TEXT_FEATURE, DenseRows, GatheredRows, shown
 
-# The mixins go in front of several kinds of caches, so that none of these can be their base.
-if TYPE_CHECKING:
-    from transformers import Cache as AnyCache
-    from transformers.cache_utils import CacheLayerMixin as AnyCacheLayer
-else:
-    # The root classes of transformers' caches; Python requires the same here.
-    AnyCache = object
-    AnyCacheLayer = ABC
+# The mixins go in front of several kinds of caches and layers, whose root classes Python requires here too. `Any` has
+# their methods for mypy.
+AnyCache: Any = object
+AnyCacheLayer: Any = ABC
 
 
 class Entries(NamedTuple):

@@ -7,7 +7,7 @@ in `paged_cache.py`.
 from abc import ABC
 from copy import copy
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.requests import RequestStatus
@@ -19,17 +19,11 @@ from transformers.generation.continuous_batching.utils import (
 from metatokens.errors import UserError
 from metatokens.model.mixins import add_mixin
 
-if TYPE_CHECKING:  # each mixin goes in front of one of these
-    from transformers.generation.continuous_batching import ContinuousBatchingManager as AnyManager
-    from transformers.generation.continuous_batching.requests import RequestState as AnyRequest
-    from transformers.generation.continuous_batching.scheduler import Scheduler as AnyScheduler
-else:
-    # The root class of each; Python requires the same here.
-    AnyManager, AnyRequest, AnyScheduler = (
-        object,
-        object,
-        ABC,
-    )
+# Each mixin goes in front of a class of transformers, whose root class Python requires here too. `Any` has that class's
+# methods for mypy.
+AnyManager: Any = object
+AnyRequest: Any = object
+AnyScheduler: Any = ABC
 
 
 class MetaManager(AnyManager):
