@@ -15,7 +15,6 @@ two forms of the same function:
 Both leave the rows of text unchanged.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypedDict, TypeGuard
@@ -134,15 +133,8 @@ class Attention(nn.Module):
         # Scalable softmax (Nakanishi, 2025): logits grow with the logarithm of the number of keys.
         self.length_scale: nn.Parameter | None = None
         if config.attention_scale == "log_length":
-            self.length_scale = nn.Parameter(
-                torch.full((config.num_attention_heads,), self.first_length_scale)
-            )
+            self.length_scale = nn.Parameter(torch.empty(config.num_attention_heads))
         self.out_proj = residual_linear(inner, config.hidden_size, bias=config.bias)
-
-    @property
-    def first_length_scale(self) -> float:
-        """The value of `length_scale` before training."""
-        return 1 / math.log(self.usual_keys)
 
     def project(
         self, x: Tensor, rotary: Rotary | None, log_keys: Tensor | None = None
