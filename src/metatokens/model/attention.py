@@ -256,7 +256,7 @@ class MetaAttention(Attention):
         if cache is not None:
             layer: SecondStore = cache.layers[self.block]
             k, v, key_slots = layer.update_second(Entries(k, v, rows.slots))
-        seen = _seen_entries(rows, key_slots, mask)
+        seen = rows.seen_entries(key_slots, mask)
         if mask is None or attend is not eager_attention_forward:
             attend = sdpa_attention_forward
         out, weights = attend(self, q, k, v, seen, scaling=self.scaling)
@@ -302,27 +302,3 @@ class MetaAttention(Attention):
         if weights is not None:
             weights = weights * is_meta
         return linear(self.out_proj, out[..., :size].flatten(2)), weights
-
-
-def _seen_entries(rows: GatheredRows, key_slots: Tensor, mask: Tensor | None) -> Tensor | None:
-    """Which entries each gathered row sees, (batch, heads or 1, most, entries), as a mask for the scores.
-
-    None: those before it among these rows. Padding comes last, so that no real row sees it.
-
-    Args:
-        rows: the queries.
-        key_slots: (batch, entries) int64, the keys' places in the whole sequence, -1 at padding.
-        mask: as for `MetaAttention`.
-    """
-    if mask is not None:
-        return rows.mask(mask, key_slots)
-    if rows.sequences is not None:
-        return (rows.sequences[:, None, :, None] == rows.sequences[:, None, None, :]).tril()
-    earlier = key_slots.shape[1] - rows.slots.shape[1]
-    if earlier == 0:
-        return None
-    # The cache holds earlier meta-tokens, and its entries are in order.
-    is_entry = (key_slots[:, None, :] >= 0).expand(-1, rows.slots.shape[1], -1)
-    seen = is_entry.tril(earlier)
-    # A padded query that sees nothing would give NaN.
-    return (seen | ~rows.valid[:, :, None])[:, None]

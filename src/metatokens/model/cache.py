@@ -20,7 +20,6 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config
-from metatokens.model.positions import counts_within
 from metatokens.model.rows import TEXT_FEATURE, DenseRows, GatheredRows, shown
 
 # The mixins go in front of several kinds of caches and layers, whose root classes Python requires here too. `Any` has
@@ -208,14 +207,10 @@ def meta_key_counts(
     """
     if isinstance(rows, DenseRows):
         return _counts_of_dense_rows(rows, cache, mask, config)
-    if rows.sequences is not None:
-        return counts_within(rows.sequences)
-    layer = cache.layers[0] if cache is not None and cache.layers else None
-    second = getattr(layer, "second", None)
-    slots = rows.slots[:, :0] if second is None else second.slots
-    if mask is None:
-        return rows.valid.cumsum(dim=1) + (slots >= 0).sum(dim=1, keepdim=True)
-    return shown(rows.mask(mask, torch.cat([slots, rows.slots], dim=1)))[:, 0].sum(dim=-1)
+    second = None if cache is None else cache.layers[0].second
+    slots = rows.slots if second is None else torch.cat([second.slots, rows.slots], dim=1)
+    seen = rows.seen_entries(slots, mask)
+    return rows.valid.cumsum(dim=1) if seen is None else shown(seen)[:, 0].sum(dim=-1)
 
 
 def _counts_of_dense_rows(
