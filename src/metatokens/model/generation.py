@@ -178,7 +178,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         for config in (generation_config, self.generation_config):
             if meta_every is None:
                 meta_every = getattr(config, "meta_every", None)
-        if meta_every is None or meta_every == 0:
+        if not meta_every:
             return None
         if self.config.meta_token_id is None:
             raise UserError("meta_every needs a model with a meta_token_id; this one has none.")

@@ -167,23 +167,6 @@ class NewTokens:
         return self.padding_mask[:, self.columns] != 0
 
 
-def _rows_of(
-    form: MetaAttentionForm | None,
-    is_meta: Tensor,
-    meta_places: Tensor | None,
-    cached: int | Tensor,
-    sequences: Tensor | None,
-    minimum_rows: int,
-) -> GatheredRows | DenseRows | None:
-    """The rows of meta-attention; None if the model has none, or there is no meta-token to gather."""
-    if form is None:
-        return None
-    if form == "dense":
-        return DenseRows(is_meta)
-    indices = positions_of(is_meta) if meta_places is None else meta_places
-    return GatheredRows.at(indices, cached, sequences, minimum=minimum_rows)
-
-
 def _refuse_with_window(
     cache: Cache | None, sequences: Tensor | None, has_other_mask: bool, needs_weights: bool
 ) -> None:
@@ -214,7 +197,7 @@ class Visibility:
         attention_mask: as the model was given it, without columns for tokens to come.
         cache: holds the tokens before; None without one.
         engine: as from `engine_of`.
-        rows: those of meta-attention; None if there is no meta-token.
+        rows: those of meta-attention; None if the model has none, or there is no meta-token to gather.
         rule: what text is forgotten; None without a `text_window`.
         needs_weights: whether attention weights are to be returned.
     """
@@ -287,6 +270,12 @@ class Visibility:
             )
         else:
             refuse_forgetting_cache(cache)
+        rows: GatheredRows | DenseRows | None = None
+        if form == "dense":
+            rows = DenseRows(is_meta)
+        elif form == "gathered":
+            indices = positions_of(is_meta) if meta_places is None else meta_places
+            rows = GatheredRows.at(indices, tokens.cached, sequences, minimum=minimum_rows)
         return cls(
             tokens=tokens,
             positions=positions,
@@ -295,7 +284,7 @@ class Visibility:
             attention_mask=attention_mask if tokens.padding_mask is None else tokens.padding_mask,
             cache=cache,
             engine=engine,
-            rows=_rows_of(form, is_meta, meta_places, tokens.cached, sequences, minimum_rows),
+            rows=rows,
             rule=rule,
             needs_weights=needs_weights,
         )
