@@ -195,12 +195,8 @@ def _without_prefix(part: Any) -> Any:
 
 def beginning_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that a tokenizer puts before a text, such as a token for its beginning; often none."""
-    plain = tokenizer("text", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("text", add_special_tokens=True)["input_ids"]
-    for start in range(len(whole)):
-        if whole[start : start + len(plain)] == plain:
-            return whole[:start]
-    return []
+    encoding = tokenizer("text", return_special_tokens_mask=True)
+    return encoding["input_ids"][: encoding["special_tokens_mask"].index(0)]
 
 
 def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
