@@ -149,8 +149,8 @@ class DenseStaticLayer(StaticLayer):
             self.keys[..., self.feature] = TEXT_FEATURE
 
 
-class MetaTokenCacheLayer(SecondStore, DynamicLayer):
-    """The keys and values of a causal attention, with room to grow, and those of meta-attention in its block."""
+class LayerWithRoom(DynamicLayer):
+    """A layer that grows: entries go into room that was allocated before, so that no step copies all of them."""
 
     keys: Tensor  # (batch, heads, tokens, head size)
     values: Tensor
@@ -161,13 +161,9 @@ class MetaTokenCacheLayer(SecondStore, DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append causal attention's new entries, (batch, heads, new, head size), and return all of them.
-
-        They are written into room that was allocated in advance, so that a step does not copy the cache.
-        """
+        """Append new entries, (batch, heads, new, head size), and return all of them."""
         if not self.is_initialized or key_states.requires_grad:
             return super().update(key_states, value_states, *args, **kwargs)
-        self.check_length()
         length = self.keys.shape[2]
         total = length + key_states.shape[2]
         if not self._has_room(total):
@@ -180,7 +176,6 @@ class MetaTokenCacheLayer(SecondStore, DynamicLayer):
         for room, new in zip(self._room, (key_states, value_states), strict=True):
             room[:, :, length:total] = new
         self.keys, self.values = (room[:, :, :total] for room in self._room)
-        self.first_length = self._length()
         return self.keys, self.values
 
     def _has_room(self, total: int) -> bool:
@@ -192,6 +187,10 @@ class MetaTokenCacheLayer(SecondStore, DynamicLayer):
         is_writable = keys.is_inference() == torch.is_inference_mode_enabled()
         holds_them = keys.data_ptr() == self.keys.data_ptr() and len(keys) == len(self.keys)
         return is_writable and holds_them and total <= keys.shape[2]
+
+
+class MetaTokenCacheLayer(SecondStore, LayerWithRoom):
+    """The keys and values of a causal attention, with room to grow, and those of meta-attention in its block."""
 
 
 def meta_key_counts(
