@@ -75,7 +75,7 @@ def verify_manifest(folder: Path) -> None:
     for name, expected in sums:
         if name not in files:  # also refuses names that lead out of the folder
             raise UserError(
-                f"{' '.join(str(folder / name).split())} is missing: the checkpoint is not complete."
+                f"{one_line(folder / name)} is missing: the checkpoint is not complete."
             )
         if file_sha256(folder / name) != expected:
             raise UserError(
@@ -149,9 +149,8 @@ def _shards(folder: Path) -> list[Path]:
     present = {path.name for path in folder.glob("*.safetensors") if path.is_file()}
     missing = set(names) - present  # also pickles, and names that lead out of the folder
     if missing:
-        shown = " ".join(str(missing.pop()).split())[:100]
         raise UserError(
-            f"the weights in {folder} are not complete: there is no {shown}, which {SHARDS} names."
+            f"the weights in {folder} are not complete: there is no {one_line(missing.pop())}, which {SHARDS} names."
         )
     return [folder / name for name in names]
 
