@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config
-from metatokens.model.rows import TEXT_FEATURE, DenseRows, GatheredRows, shown
+from metatokens.model.rows import DenseRows, GatheredRows, shown
 
 # The mixins go in front of several kinds of caches and layers, whose root classes Python requires here too. `Any` has
 # their methods for mypy.
@@ -126,29 +126,6 @@ class SecondStore(AnyCacheLayer):
         self.second = None if self.second is None else Entries(*map(change, self.second))
 
 
-class DenseStaticLayer(StaticLayer):
-    """A layer of a fixed size for the dense form, in which every free place is text.
-
-    Attributes:
-        feature: the index of a key's feature that hides text.
-    """
-
-    def __init__(self, max_cache_len: int, feature: int):
-        super().__init__(max_cache_len)
-        self.feature = feature
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Allocate the layer."""
-        super().lazy_initialization(*args, **kwargs)
-        self.keys[..., self.feature] = TEXT_FEATURE
-
-    def reset(self) -> None:
-        """Forget everything."""
-        super().reset()
-        if self.is_initialized:
-            self.keys[..., self.feature] = TEXT_FEATURE
-
-
 class LayerWithRoom(DynamicLayer):
     """A layer that grows: entries go into room that was allocated before, so that no step copies all of them."""
 
@@ -217,22 +194,24 @@ def _counts_of_dense_rows(
 ) -> Tensor:
     is_key = rows.valid
     if cache is not None:
-        is_key = _with_stored(is_key, cache, cache.layers[config.num_hidden_layers])
+        is_key = _with_stored(is_key, cache, config)
     if isinstance(mask, Tensor):
         return (shown(mask)[:, 0] & is_key[:, None, :]).sum(dim=-1)
     cached = is_key.sum(dim=1, keepdim=True) - rows.valid.sum(dim=1, keepdim=True)
     return cached + rows.valid.cumsum(dim=1)
 
 
-def _with_stored(valid: Tensor, cache: Cache, layer: Any) -> Tensor:
+def _with_stored(valid: Tensor, cache: Cache, config: MetaGPT2Config) -> Tensor:
     """Which entries of a layer for the dense form are meta-tokens, once it holds the new ones: (batch, places)."""
-    stored = valid.new_zeros(len(valid), layer.max_cache_len)
+    layer = cache.layers[config.num_hidden_layers]
+    slots = torch.arange(layer.max_cache_len, device=valid.device)
+    cached = cache.get_seq_length()
+    stored = valid.new_zeros(len(valid), len(slots))
     if layer.is_initialized:
-        stored = layer.keys[:, 0, :, layer.feature] == 0
-    slots = (torch.arange(valid.shape[1], device=valid.device) + cache.get_seq_length()).expand_as(
-        valid
-    )
-    return stored.scatter(1, slots, valid)
+        is_no_text = layer.keys[:, 0, :, config.head_size] == 0
+        stored = is_no_text & (slots < cached)
+    new_slots = slots[: valid.shape[1]] + cached
+    return stored.scatter(1, new_slots.expand_as(valid), valid)
 
 
 def size_of(cache: Cache) -> int | None:
@@ -245,23 +224,20 @@ def size_of(cache: Cache) -> int | None:
     return sizes[0] if sizes and cache.is_compileable else None
 
 
-def add_second_layers(cache: Cache, layers: int, head_size: int | None) -> bool:
+def add_second_layers(cache: Cache, layers: int) -> bool:
     """Make a cache of a fixed size have so many layers, further ones for the second attention, in place.
 
     Args:
         cache: the cache.
         layers: those of the model, and the further ones.
-        head_size: of meta-attention; None for a second causal attention.
 
     Returns:
         Whether it has them now. A cache whose layers all have sliding windows does not show its number of tokens.
     """
-    if (size := size_of(cache)) is None:
+    size = size_of(cache)
+    if size is None:
         return False
-    for _ in range(layers - len(cache.layers)):
-        cache.layers.append(
-            StaticLayer(size) if head_size is None else DenseStaticLayer(size, head_size)
-        )
+    cache.layers += [StaticLayer(size) for _ in range(layers - len(cache.layers))]
     return True
 
 
@@ -283,9 +259,8 @@ def add_second_stores(
         UserError: if the cache is of another kind.
     """
     blocks, second = config.num_hidden_layers, config.second_attention
-    head_size = config.head_size if second == "meta" else None
     layers_needed = blocks if second == "none" else 2 * blocks
-    if isinstance(cache, StaticCache) and add_second_layers(cache, layers_needed, head_size):
+    if isinstance(cache, StaticCache) and add_second_layers(cache, layers_needed):
         return
     layers = getattr(cache, "layers", [None])
     if (

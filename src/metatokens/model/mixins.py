@@ -1,7 +1,7 @@
 """Classes that are made when a program runs: a class of another library with one of our mixins in front.
 
-An ordinary subclass would be simpler, and is used where the base is one known class (`MetaTokenCacheLayer`,
-`DenseStaticLayer`). These objects are made by others, and of a class that we do not know in advance:
+An ordinary subclass would be simpler, and is used where the base is one known class (`MetaTokenCacheLayer`). These
+objects are made by others, and of a class that we do not know in advance:
 
 - **A decoder, its blocks and its table of embeddings** belong to one of a hundred architectures of transformers. Their
   calls have to change (a block runs meta-attention), and forward hooks do not suffice: gradient checkpointing calls a
