@@ -40,14 +40,6 @@ class Entries(NamedTuple):
     values: Tensor
     slots: Tensor
 
-    def followed_by(self, new: "Entries") -> "Entries":
-        """These entries, then new ones."""
-        return Entries(
-            torch.cat([self.keys, new.keys], dim=2),
-            torch.cat([self.values, new.values], dim=2),
-            torch.cat([self.slots, new.slots], dim=1),
-        )
-
 
 class SecondStore(AnyCacheLayer):
     """Mixin for a layer of a cache: the keys and values of a second attention module next to the layer's own."""
@@ -80,9 +72,16 @@ class SecondStore(AnyCacheLayer):
 
     def update_second(self, new: Entries) -> Entries:
         """Append the second module's new entries; return all entries."""
-        self.second = new if self.second is None else self.second.followed_by(new)
+        before = self.second
+        if before is not None:
+            new = Entries(
+                torch.cat([before.keys, new.keys], dim=2),
+                torch.cat([before.values, new.values], dim=2),
+                torch.cat([before.slots, new.slots], dim=1),
+            )
+        self.second = new
         self.first_length = self._length()
-        return self.second
+        return new
 
     def reset(self) -> None:
         """Forget everything."""
