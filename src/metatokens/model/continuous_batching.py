@@ -4,7 +4,6 @@ The engine reads an inserted meta-token and the token before it like the last pi
 in `paged_cache.py`.
 """
 
-from abc import ABC
 from copy import copy
 from math import ceil
 from typing import Any
@@ -23,7 +22,6 @@ from metatokens.model.mixins import add_mixin
 # methods for mypy.
 AnyManager: Any = object
 AnyRequest: Any = object
-AnyScheduler: Any = ABC
 
 
 class MetaManager(AnyManager):
@@ -44,24 +42,16 @@ class MetaManager(AnyManager):
         finally:
             self.model = model
         scheduler = processor.scheduler
-        add_mixin(scheduler, MetaScheduler)
-        scheduler.meta_token_id = model.config.meta_token_id
-        scheduler.meta_every = self.meta_every
+        add_waiting_request = scheduler.add_waiting_request
+
+        def add_with_meta_tokens(state: Any) -> None:
+            add_mixin(state, MetaRequest)
+            state.meta_token_id = model.config.meta_token_id
+            state.meta_every = self.meta_every
+            add_waiting_request(state)
+
+        scheduler.add_waiting_request = add_with_meta_tokens
         return processor
-
-
-class MetaScheduler(AnyScheduler):
-    """Mixin for the engine's scheduler: its requests get meta-tokens."""
-
-    meta_token_id: int | None
-    meta_every: int | None
-
-    def add_waiting_request(self, state: Any) -> None:
-        """Take a request."""
-        add_mixin(state, MetaRequest)
-        state.meta_token_id = self.meta_token_id
-        state.meta_every = self.meta_every
-        super().add_waiting_request(state)
 
 
 class MetaRequest(AnyRequest):

@@ -9,7 +9,7 @@ objects are made by others, and of a class that we do not know in advance:
 - **A model's class and its configuration's** are looked up by transformers, PEFT and TRL, by name. So a class with a
   mixin has the name of its base.
 - **A layer of a cache** was made by the user or by `generate()`, and may have a sliding window or a recurrent state.
-- **An engine's manager, scheduler and requests** are made by transformers.
+- **An engine's manager and requests** are made by transformers.
 
 So an object gets another class in place (`add_mixin`). Each class is made once, and torch.compile does not trace how it
 is made. Nobody can import such a class, so pickle refuses its objects.
