@@ -123,10 +123,8 @@ def further_layers(model: PreTrainedModel) -> int:
             "continuous batching knows no second attention of this kind; call generate()."
         )
     second = [module.config for module in modules]
-    layer_types, window = (
-        getattr(text_config, name, None) for name in ("layer_types", "sliding_window")
-    )
-    if second and layer_types is None and window is not None:
+    has_window = getattr(text_config, "sliding_window", None) is not None
+    if second and has_window and getattr(text_config, "layer_types", None) is None:
         raise UserError(
             "continuous batching needs a block without a sliding window; call generate() instead."
         )

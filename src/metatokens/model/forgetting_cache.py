@@ -114,9 +114,8 @@ class LayerOfHeads(ForgettingLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         """Hold new keys and values, (batch, heads, new, head size); returns the parts of all."""
-        new_keys, new_values = (
-            self.full_heads.parts_of(states) for states in (key_states, value_states)
-        )
+        new_keys = self.full_heads.parts_of(key_states)
+        new_values = self.full_heads.parts_of(value_states)
         keys, values = super().update(new_keys.forgetting, new_values.forgetting, *args, **kwargs)
         full_keys, full_values = self.full_part.update(new_keys.full, new_values.full)
         return Parts(keys, full_keys), Parts(values, full_values)
