@@ -415,19 +415,17 @@ class Visibility:
             UserError: as `mask_of_four_dimensions`.
         """
         mask = mask_of_four_dimensions(config, self.attention_mask, self.cache)
-        if isinstance(self.rows, GatheredRows):
-            return None if mask is None else seen_by_a_head(mask)
-        assert self.rows is not None
-        length = self.rows.valid.shape[1]
+        if mask is not None:  # then there is no rule
+            return seen_by_a_head(mask)
+        if not isinstance(self.rows, DenseRows):
+            return None
         if self.rule is not None:
             return self.rule.seen()[:, None]
-        if mask is not None:
-            return seen_by_a_head(mask)
         if self.cache is not None:
             return self.rows.causal_mask(self.tokens.cached, self.cache.layers[-1].max_cache_len)
         if self.sequences is not None:
             is_same = self.sequences[:, None, :, None] == self.sequences[:, None, None, :]
-            return self.rows.causal_mask(0, length) & is_same
+            return self.rows.causal_mask(0, self.rows.valid.shape[1]) & is_same
         return None
 
 
