@@ -13,11 +13,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto import modeling_auto as auto
 
 from metatokens.data.tokenizer import load_plain_tokenizer
@@ -35,7 +31,7 @@ from metatokens.files import (
     write_whole,
 )
 from metatokens.machine import local_rank
-from metatokens.model.configuration import REMOTE_CODE_FILE, MetaGPT2Config
+from metatokens.model.configuration import REMOTE_CODE_FILE
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.wrappers import takes_wrapped
 from metatokens.retrofit.classes import MODEL_TYPE, MetaModel
@@ -48,7 +44,6 @@ WEIGHTS = "model.safetensors"
 SHARDS = "model.safetensors.index.json"  # names the file of each tensor, where weights are in several files
 
 _MAX_INDEX_BYTES = 2**24
-_CLASSES = {MetaGPT2Config: MetaGPT2ForCausalLM}
 # Encoder models that can also run as decoders (BERT, say) are in both lists.
 _DECODERS = (
     auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
@@ -80,7 +75,7 @@ def verify_manifest(folder: Path) -> None:
     for name, expected in sums:
         if name not in files:  # also refuses names that lead out of the folder
             raise UserError(
-                f"{' '.join(str(folder / name).split())} is missing: the checkpoint is not complete."
+                f"{one_line(folder / name)} is missing: the checkpoint is not complete."
             )
         if file_sha256(folder / name) != expected:
             raise UserError(
@@ -122,7 +117,7 @@ def save_model(
 
 def weights_sha256(folder: Path) -> str:
     """Checksum of a model's weights, its base's included. Equal models have equal ones, wherever they are."""
-    files = _existing_weights(folder)
+    files = _weight_files(folder)
     sums = [file_sha256(file) for file in files]
     is_one_file = files == [folder / WEIGHTS]
     return sums[0] if is_one_file else sha256_of("".join(sums).encode())
@@ -130,25 +125,18 @@ def weights_sha256(folder: Path) -> str:
 
 def weights_size(folder: Path) -> int:
     """Bytes of a model's weights on disk, its base's included."""
-    return sum(file.stat().st_size for file in _existing_weights(folder))
-
-
-def _existing_weights(folder: Path) -> list[Path]:
-    files = _weight_files(folder)
-    if not all(file.is_file() for file in files):
-        raise UserError(f"there is no model in {folder}: it has no {WEIGHTS}.")
-    return files
+    return sum(file.stat().st_size for file in _weight_files(folder))
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that hold a model's weights, its base's included; WEIGHTS even where there is no such file."""
-    if (folder / WEIGHTS).exists():
+    """The files that hold a model's weights, its base's included."""
+    if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if (folder / DELTA_WEIGHTS).exists():
         return [folder / DELTA_WEIGHTS, *_weight_files(_base_folder(folder, base_of(folder)))]
     if (folder / SHARDS).exists():
         return _shards(folder)
-    return [folder / WEIGHTS]
+    raise UserError(f"there is no model in {folder}: it has no {WEIGHTS}.")
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -161,9 +149,8 @@ def _shards(folder: Path) -> list[Path]:
     present = {path.name for path in folder.glob("*.safetensors") if path.is_file()}
     missing = set(names) - present  # also pickles, and names that lead out of the folder
     if missing:
-        shown = " ".join(str(missing.pop()).split())[:100]
         raise UserError(
-            f"the weights in {folder} are not complete: there is no {shown}, which {SHARDS} names."
+            f"the weights in {folder} are not complete: there is no {one_line(missing.pop())}, which {SHARDS} names."
         )
     return [folder / name for name in names]
 
@@ -256,7 +243,7 @@ def load_base(folder: Path, dtype: str | None = None) -> PreTrainedModel:
     Raises:
         UserError: if it is missing, cannot be read, or is no decoder that this package supports.
     """
-    return _load(folder, _DECODERS, dtype, is_base=True)
+    return _load(folder, _DECODERS, dtype)
 
 
 def load_base_and_tokenizer(
@@ -293,8 +280,8 @@ def _with_delta(folder: Path, dtype: str | None) -> Any:
     return model
 
 
-def _load(folder: Path, kinds: Set[str], dtype: str | None, *, is_base: bool = False) -> Any:
-    """A whole model of one of these model types; `is_base`: of transformers' class, and not this package's."""
+def _load(folder: Path, kinds: Set[str], dtype: str | None) -> Any:
+    """A whole model of one of these model types."""
     if not (folder / "config.json").is_file():
         raise UserError(
             f"there is no model in {folder}: it has no config.json (a run's models are in folders below it; adapters "
@@ -302,14 +289,13 @@ def _load(folder: Path, kinds: Set[str], dtype: str | None, *, is_base: bool = F
         )
     _verify_if_present(folder)
     config, parameters = read_config(folder, kinds)
-    loader = AutoModelForCausalLM if is_base else _CLASSES.get(type(config), AutoModelForCausalLM)
     try:
         size = sum(file.stat().st_size for file in _weight_files(folder))
         if parameters > size:
             raise ValueError(
                 f"config.json asks for {parameters:,} parameters, and the weights have {size:,} bytes"
             )
-        model, report = loader.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             use_safetensors=True,

@@ -13,8 +13,8 @@ class UserError(ValueError):
     """
 
 
-def one_line(error: BaseException) -> str:
-    """The start of an error's message, on one line and without its full stop, to end a sentence with."""
+def one_line(error: object) -> str:
+    """The start of an error's message, or of a name, on one line and without a full stop, for use in a sentence."""
     return " ".join(str(error).split())[:300].rstrip(".")
 
 

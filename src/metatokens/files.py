@@ -37,19 +37,16 @@ def exclusive(folder: Path) -> Iterator[None]:
     """Keep other processes out of a folder. The lock is the system's: when a process dies, its lock is released."""
     from filelock import FileLock, Timeout
 
-    lock = FileLock(folder / LOCK)
     try:
-        lock.acquire(blocking=False)
+        lock = FileLock(folder / LOCK).acquire(blocking=False)
     except Timeout as error:
         raise UserError(
             f"another process works in {folder}; wait for it, or give another folder."
         ) from error
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error}.") from error
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()
 
 
 def write_whole(path: Path, content: bytes | memoryview) -> None:

@@ -22,21 +22,22 @@ def keep_freed_memory() -> None:
     MALLOC_*, or malloc's in GLIBC_TUNABLES. Another C library or a preloaded allocator ignores all of this.
     """
     is_set = any(name.startswith("MALLOC_") for name in os.environ)
-    if sys.platform != "linux" or is_set or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+    if is_set or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for option, value in _MALLOPT:
-            mallopt(option, value)
+    for option, value in _MALLOPT:
+        _call_glibc("mallopt", option, value)
 
 
 def return_freed_memory() -> None:
     """Give the kernel the free pages of glibc's heap, which fragments if tensors have ever other sizes."""
-    malloc_trim = (
-        getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    )
-    if malloc_trim is not None:
-        malloc_trim(0)
+    _call_glibc("malloc_trim", 0)
+
+
+def _call_glibc(name: str, *args: int) -> None:
+    """Call a function that only glibc has; do nothing with another C library."""
+    function = getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+    if function is not None:
+        function(*args)
 
 
 def available_cores() -> int:

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, NonNegativeInt, ValidationError, model_validator
 
 from metatokens.errors import UserError, broken_rule
 from metatokens.recipe import Condition, Split
@@ -68,10 +68,8 @@ def split_at(prompt: str, offsets: Sequence[int]) -> list[str]:
     return [*segments, prompt[start:]]
 
 
-class Record(BaseModel):
+class Record(BaseModel, extra="forbid"):
     """A line of a file. Unknown fields are errors; a field that does not apply is null."""
-
-    model_config = ConfigDict(extra="forbid")
 
     def line(self) -> str:
         """The record as JSON without a line feed; fields with their defaults are left out."""
@@ -104,10 +102,8 @@ class About(Subject):
         return self.model_dump(exclude_none=True) | more
 
 
-class Measured(Record):
+class Measured(Record, allow_inf_nan=False):
     """A measured figure."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
 
     versions: dict[str, str] = {}  # by package; empty in a run, whose run.json has them
     created: str | None = None
@@ -126,7 +122,7 @@ class Result(Subject, Measured):
     metric: Metric
     value: float | None = None  # proportions in [0, 1]; null where the model cannot be run
     # Examples (accuracies) or scored tokens (token_accuracy, perplexity).
-    n: Annotated[int, Field(ge=0)]
+    n: NonNegativeInt
     low: float | None = None  # 95 % interval
     high: float | None = None
     chance: float | None = None
@@ -147,13 +143,11 @@ class Result(Subject, Measured):
         return self
 
 
-class Measurement(Subject, Measured):
+class Measurement(Subject, Measured, strict=True):
     """A value measured inside a model. Entropies, rates and distortions are in nats.
 
     The analysis `sharpness` compares with and without `no_embed`; its lines have no `intervention`.
     """
-
-    model_config = ConfigDict(strict=True)
 
     analysis: Analysis
     position_embedding: str
@@ -179,7 +173,7 @@ class Measurement(Subject, Measured):
     fit_seed: int | None = None  # of the bottleneck's training
 
     value: float | None = None  # a mean; null if there was nothing to average
-    n: Annotated[int, Field(ge=0)]  # the number of values averaged
+    n: NonNegativeInt  # the number of values averaged
     low: float | None = None  # 95 % interval of the mean, over examples
     high: float | None = None
     quantiles: (
@@ -188,10 +182,8 @@ class Measurement(Subject, Measured):
     ) = None
 
 
-class ExampleRecord(Record):
+class ExampleRecord(Record, strict=True):
     """One example as a line: `metatokens sample` prints it, and users write their own."""
-
-    model_config = ConfigDict(strict=True)
 
     task: str | None = None
     phase: int | None = None

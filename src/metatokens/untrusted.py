@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from metatokens.errors import UserError, one_line
 from metatokens.files import DAMAGED, read_json
 from metatokens.machine import physical_memory
-from metatokens.model.configuration import MetaGPT2Config
 from metatokens.retrofit.classes import MODEL_TYPE, MetaTokensConfig
 
 MAX_CONFIG_BYTES = 2**20
@@ -25,7 +24,6 @@ MAX_LAYERS = (
     1_000  # a layer takes milliseconds and some 50 kB of Python objects, however narrow it is
 )
 
-_CLASSES: dict[str, type[PreTrainedConfig]] = {"meta_gpt2": MetaGPT2Config, "gpt2": GPT2Config}
 _FURTHER_FIELDS = {
     "dtype",
     "torch_dtype",
@@ -65,7 +63,7 @@ def read_config(folder: Path, kinds: Set[str]) -> tuple[PreTrainedConfig, int]:
                 f"{folder} holds a {kind} model, which is no decoder that metatokens supports"
             )
         base = settings.get("base_model_type") if kind == MODEL_TYPE else kind
-        declared = _CLASSES.get(base) or CONFIG_MAPPING[base]
+        declared = CONFIG_MAPPING[base]
         config = _of_known_fields(settings, declared, is_retrofitted=kind == MODEL_TYPE)
         # Its parts are configurations, whose fields nothing here bounds.
         if config.get_text_config() is not config:

@@ -13,7 +13,7 @@ import sysconfig
 import warnings
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain
@@ -101,14 +101,11 @@ def read_part(spec: str, part: Part) -> Iterator[str]:
     """The documents of one part of a corpus, in order."""
     if spec == BUILTIN:
         return iter(_builtin())
-    documents = _dataset(spec, part) if spec.startswith(HUB) else _documents_of(part.files)
+    if spec.startswith(HUB):
+        documents = _dataset(spec, part)
+    else:  # a list: a file of an unknown kind is refused before any is read
+        documents = chain.from_iterable([_documents_of(file) for file in part.files])
     return (document for document in documents if document and not document.isspace())
-
-
-def _documents_of(files: Sequence[str]) -> Iterator[str]:
-    """The documents of files; a file of an unknown kind is refused before any is read."""
-    readers = [_reader(file) for file in files]
-    return chain.from_iterable(read(Path(file)) for read, file in zip(readers, files, strict=True))
 
 
 @cache  # parsing the standard library takes seconds, and a run reads its corpus more than once
@@ -124,8 +121,7 @@ def _sources(root: Path) -> Iterator[Path]:
 
 
 def _docstrings(path: Path) -> str:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escape sequences in old modules
+    with warnings.catch_warnings(action="ignore"):  # invalid escape sequences in old modules
         tree = ast.parse(path.read_bytes())
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
@@ -148,10 +144,10 @@ def _files(spec: str) -> list[str]:
     return files
 
 
-def _reader(file: str) -> Callable[[Path], Iterator[str]]:
-    for suffix, reader in READERS.items():
+def _documents_of(file: str) -> Iterator[str]:
+    for suffix, read in READERS.items():
         if file.lower().endswith(suffix):
-            return reader
+            return read(Path(file))
     raise UserError(
         f"{file} is not a corpus file: the name must end in one of {', '.join(READERS)}."
     )

@@ -11,7 +11,6 @@ import math
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -92,10 +91,7 @@ def encode_text(
     Raises:
         UserError: if a text has a lone surrogate, which UTF-8 cannot encode.
     """
-    backend = _copy_of_backend(tokenizer, len(tokenizer), continues, in_chat=False)
-    with _refusing_surrogates():
-        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
-    return [encoding.ids for encoding in encodings]
+    return _encode(tokenizer, texts, continues, in_chat=False)
 
 
 def encode_with_control(
@@ -105,24 +101,26 @@ def encode_with_control(
 
     The tokenizer must have a meta-token. `continues` and errors are as in `encode_text`.
     """
-    backend = _copy_of_backend(tokenizer, len(tokenizer), continues, in_chat=True)
-    with _refusing_surrogates():
-        return backend.encode(text, add_special_tokens=False).ids
+    return _encode(tokenizer, [text], continues, in_chat=True)[0]
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], continues: bool, *, in_chat: bool
+) -> list[list[int]]:
+    backend = _copy_of_backend(tokenizer, len(tokenizer), continues, in_chat)
+    try:
+        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+    except TypeError as error:
+        raise UserError(
+            "a text has a lone surrogate, such as for a byte that is not UTF-8, and cannot be encoded."
+        ) from error
+    return [encoding.ids for encoding in encodings]
 
 
 def control_texts(backend: Tokenizer) -> dict[int, str]:
     """The texts of a backend's control tokens, the meta-token included, by their ids."""
     added = backend.get_added_tokens_decoder()
     return {number: token.content for number, token in added.items() if token.special}
-
-
-@contextmanager
-def _refusing_surrogates() -> Iterator[None]:
-    try:
-        yield
-    except TypeError as error:
-        message = "a text has a lone surrogate, such as for a byte that is not UTF-8, and cannot be encoded."
-        raise UserError(message) from error
 
 
 @lru_cache(maxsize=8)
@@ -197,12 +195,8 @@ def _without_prefix(part: Any) -> Any:
 
 def beginning_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that a tokenizer puts before a text, such as a token for its beginning; often none."""
-    plain = tokenizer("text", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("text", add_special_tokens=True)["input_ids"]
-    for start in range(len(whole)):
-        if whole[start : start + len(plain)] == plain:
-            return whole[:start]
-    return []
+    encoding = tokenizer("text", return_special_tokens_mask=True)
+    return encoding["input_ids"][: encoding["special_tokens_mask"].index(0)]
 
 
 def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

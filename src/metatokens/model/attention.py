@@ -15,14 +15,13 @@ two forms of the same function:
 Both leave the rows of text unchanged.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypedDict, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 from transformers import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
@@ -134,15 +133,8 @@ class Attention(nn.Module):
         # Scalable softmax (Nakanishi, 2025): logits grow with the logarithm of the number of keys.
         self.length_scale: nn.Parameter | None = None
         if config.attention_scale == "log_length":
-            self.length_scale = nn.Parameter(
-                torch.full((config.num_attention_heads,), self.first_length_scale)
-            )
+            self.length_scale = nn.Parameter(torch.empty(config.num_attention_heads))
         self.out_proj = residual_linear(inner, config.hidden_size, bias=config.bias)
-
-    @property
-    def first_length_scale(self) -> float:
-        """The value of `length_scale` before training."""
-        return 1 / math.log(self.usual_keys)
 
     def project(
         self, x: Tensor, rotary: Rotary | None, log_keys: Tensor | None = None
@@ -264,17 +256,13 @@ class MetaAttention(Attention):
         if cache is not None:
             layer: SecondStore = cache.layers[self.block]
             k, v, key_slots = layer.update_second(Entries(k, v, rows.slots))
-        seen = _seen_entries(rows, key_slots, mask)
-        if mask is not None and attend is eager_attention_forward:
-            out, weights = attend(self, q, k, v, seen, scaling=self.scaling)
-            assert weights is not None
-            return linear(self.out_proj, out.flatten(2)), rows.spread(
-                weights, key_slots, mask.shape
-            )
-        out = scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, is_causal=seen is None, scale=self.scaling
-        )
-        return linear(self.out_proj, out.transpose(1, 2).flatten(2)), None
+        seen = rows.seen_entries(key_slots, mask)
+        if mask is None or attend is not eager_attention_forward:
+            attend = sdpa_attention_forward
+        out, weights = attend(self, q, k, v, seen, scaling=self.scaling)
+        if mask is not None and weights is not None:
+            weights = rows.spread(weights, key_slots, mask.shape)
+        return linear(self.out_proj, out.flatten(2)), weights
 
     def _dense(
         self,
@@ -314,27 +302,3 @@ class MetaAttention(Attention):
         if weights is not None:
             weights = weights * is_meta
         return linear(self.out_proj, out[..., :size].flatten(2)), weights
-
-
-def _seen_entries(rows: GatheredRows, key_slots: Tensor, mask: Tensor | None) -> Tensor | None:
-    """Which entries each gathered row sees, (batch, heads or 1, most, entries), as a mask for the scores.
-
-    None: those before it among these rows. Padding comes last, so that no real row sees it.
-
-    Args:
-        rows: the queries.
-        key_slots: (batch, entries) int64, the keys' places in the whole sequence, -1 at padding.
-        mask: as for `MetaAttention`.
-    """
-    if mask is not None:
-        return rows.mask(mask, key_slots)
-    if rows.sequences is not None:
-        return (rows.sequences[:, None, :, None] == rows.sequences[:, None, None, :]).tril()
-    earlier = key_slots.shape[1] - rows.slots.shape[1]
-    if earlier == 0:
-        return None
-    # The cache holds earlier meta-tokens, and its entries are in order.
-    is_entry = (key_slots[:, None, :] >= 0).expand(-1, rows.slots.shape[1], -1)
-    seen = is_entry.tril(earlier)
-    # A padded query that sees nothing would give NaN.
-    return (seen | ~rows.valid[:, :, None])[:, None]

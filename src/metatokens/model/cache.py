@@ -11,7 +11,7 @@ text (`MetaAttention`, the dense form). A second causal attention has further la
 
 from abc import ABC
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,17 +20,12 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config
-from metatokens.model.positions import counts_within
-from metatokens.model.rows import TEXT_FEATURE, DenseRows, GatheredRows, shown
+from metatokens.model.rows import DenseRows, GatheredRows, shown
 
-# The mixins go in front of several kinds of caches, so that none of these can be their base.
-if TYPE_CHECKING:
-    from transformers import Cache as AnyCache
-    from transformers.cache_utils import CacheLayerMixin as AnyCacheLayer
-else:
-    # The root classes of transformers' caches; Python requires the same here.
-    AnyCache = object
-    AnyCacheLayer = ABC
+# The mixins go in front of several kinds of caches and layers, whose root classes Python requires here too. `Any` has
+# their methods for mypy.
+AnyCache: Any = object
+AnyCacheLayer: Any = ABC
 
 
 class Entries(NamedTuple):
@@ -44,14 +39,6 @@ class Entries(NamedTuple):
     keys: Tensor
     values: Tensor
     slots: Tensor
-
-    def followed_by(self, new: "Entries") -> "Entries":
-        """These entries, then new ones."""
-        return Entries(
-            torch.cat([self.keys, new.keys], dim=2),
-            torch.cat([self.values, new.values], dim=2),
-            torch.cat([self.slots, new.slots], dim=1),
-        )
 
 
 class SecondStore(AnyCacheLayer):
@@ -85,9 +72,16 @@ class SecondStore(AnyCacheLayer):
 
     def update_second(self, new: Entries) -> Entries:
         """Append the second module's new entries; return all entries."""
-        self.second = new if self.second is None else self.second.followed_by(new)
+        before = self.second
+        if before is not None:
+            new = Entries(
+                torch.cat([before.keys, new.keys], dim=2),
+                torch.cat([before.values, new.values], dim=2),
+                torch.cat([before.slots, new.slots], dim=1),
+            )
+        self.second = new
         self.first_length = self._length()
-        return self.second
+        return new
 
     def reset(self) -> None:
         """Forget everything."""
@@ -131,31 +125,8 @@ class SecondStore(AnyCacheLayer):
         self.second = None if self.second is None else Entries(*map(change, self.second))
 
 
-class DenseStaticLayer(StaticLayer):
-    """A layer of a fixed size for the dense form, in which every free place is text.
-
-    Attributes:
-        feature: the index of a key's feature that hides text.
-    """
-
-    def __init__(self, max_cache_len: int, feature: int):
-        super().__init__(max_cache_len)
-        self.feature = feature
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Allocate the layer."""
-        super().lazy_initialization(*args, **kwargs)
-        self.keys[..., self.feature] = TEXT_FEATURE
-
-    def reset(self) -> None:
-        """Forget everything."""
-        super().reset()
-        if self.is_initialized:
-            self.keys[..., self.feature] = TEXT_FEATURE
-
-
-class MetaTokenCacheLayer(SecondStore, DynamicLayer):
-    """The keys and values of a causal attention, with room to grow, and those of meta-attention in its block."""
+class LayerWithRoom(DynamicLayer):
+    """A layer that grows: entries go into room that was allocated before, so that no step copies all of them."""
 
     keys: Tensor  # (batch, heads, tokens, head size)
     values: Tensor
@@ -166,13 +137,9 @@ class MetaTokenCacheLayer(SecondStore, DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append causal attention's new entries, (batch, heads, new, head size), and return all of them.
-
-        They are written into room that was allocated in advance, so that a step does not copy the cache.
-        """
+        """Append new entries, (batch, heads, new, head size), and return all of them."""
         if not self.is_initialized or key_states.requires_grad:
             return super().update(key_states, value_states, *args, **kwargs)
-        self.check_length()
         length = self.keys.shape[2]
         total = length + key_states.shape[2]
         if not self._has_room(total):
@@ -185,7 +152,6 @@ class MetaTokenCacheLayer(SecondStore, DynamicLayer):
         for room, new in zip(self._room, (key_states, value_states), strict=True):
             room[:, :, length:total] = new
         self.keys, self.values = (room[:, :, :total] for room in self._room)
-        self.first_length = self._length()
         return self.keys, self.values
 
     def _has_room(self, total: int) -> bool:
@@ -197,6 +163,10 @@ class MetaTokenCacheLayer(SecondStore, DynamicLayer):
         is_writable = keys.is_inference() == torch.is_inference_mode_enabled()
         holds_them = keys.data_ptr() == self.keys.data_ptr() and len(keys) == len(self.keys)
         return is_writable and holds_them and total <= keys.shape[2]
+
+
+class MetaTokenCacheLayer(SecondStore, LayerWithRoom):
+    """The keys and values of a causal attention, with room to grow, and those of meta-attention in its block."""
 
 
 def meta_key_counts(
@@ -212,14 +182,10 @@ def meta_key_counts(
     """
     if isinstance(rows, DenseRows):
         return _counts_of_dense_rows(rows, cache, mask, config)
-    if rows.sequences is not None:
-        return counts_within(rows.sequences)
-    layer = cache.layers[0] if cache is not None and cache.layers else None
-    second = getattr(layer, "second", None)
-    slots = rows.slots[:, :0] if second is None else second.slots
-    if mask is None:
-        return rows.valid.cumsum(dim=1) + (slots >= 0).sum(dim=1, keepdim=True)
-    return shown(rows.mask(mask, torch.cat([slots, rows.slots], dim=1)))[:, 0].sum(dim=-1)
+    second = None if cache is None else cache.layers[0].second
+    slots = rows.slots if second is None else torch.cat([second.slots, rows.slots], dim=1)
+    seen = rows.seen_entries(slots, mask)
+    return rows.valid.cumsum(dim=1) if seen is None else shown(seen)[:, 0].sum(dim=-1)
 
 
 def _counts_of_dense_rows(
@@ -227,22 +193,24 @@ def _counts_of_dense_rows(
 ) -> Tensor:
     is_key = rows.valid
     if cache is not None:
-        is_key = _with_stored(is_key, cache, cache.layers[config.num_hidden_layers])
+        is_key = _with_stored(is_key, cache, config)
     if isinstance(mask, Tensor):
         return (shown(mask)[:, 0] & is_key[:, None, :]).sum(dim=-1)
     cached = is_key.sum(dim=1, keepdim=True) - rows.valid.sum(dim=1, keepdim=True)
     return cached + rows.valid.cumsum(dim=1)
 
 
-def _with_stored(valid: Tensor, cache: Cache, layer: Any) -> Tensor:
+def _with_stored(valid: Tensor, cache: Cache, config: MetaGPT2Config) -> Tensor:
     """Which entries of a layer for the dense form are meta-tokens, once it holds the new ones: (batch, places)."""
-    stored = valid.new_zeros(len(valid), layer.max_cache_len)
+    layer = cache.layers[config.num_hidden_layers]
+    slots = torch.arange(layer.max_cache_len, device=valid.device)
+    cached = cache.get_seq_length()
+    stored = valid.new_zeros(len(valid), len(slots))
     if layer.is_initialized:
-        stored = layer.keys[:, 0, :, layer.feature] == 0
-    slots = (torch.arange(valid.shape[1], device=valid.device) + cache.get_seq_length()).expand_as(
-        valid
-    )
-    return stored.scatter(1, slots, valid)
+        is_no_text = layer.keys[:, 0, :, config.head_size] == 0
+        stored = is_no_text & (slots < cached)
+    new_slots = slots[: valid.shape[1]] + cached
+    return stored.scatter(1, new_slots.expand_as(valid), valid)
 
 
 def size_of(cache: Cache) -> int | None:
@@ -255,23 +223,20 @@ def size_of(cache: Cache) -> int | None:
     return sizes[0] if sizes and cache.is_compileable else None
 
 
-def add_second_layers(cache: Cache, layers: int, head_size: int | None) -> bool:
+def add_second_layers(cache: Cache, layers: int) -> bool:
     """Make a cache of a fixed size have so many layers, further ones for the second attention, in place.
 
     Args:
         cache: the cache.
         layers: those of the model, and the further ones.
-        head_size: of meta-attention; None for a second causal attention.
 
     Returns:
         Whether it has them now. A cache whose layers all have sliding windows does not show its number of tokens.
     """
-    if (size := size_of(cache)) is None:
+    size = size_of(cache)
+    if size is None:
         return False
-    for _ in range(layers - len(cache.layers)):
-        cache.layers.append(
-            StaticLayer(size) if head_size is None else DenseStaticLayer(size, head_size)
-        )
+    cache.layers += [StaticLayer(size) for _ in range(layers - len(cache.layers))]
     return True
 
 
@@ -293,9 +258,8 @@ def add_second_stores(
         UserError: if the cache is of another kind.
     """
     blocks, second = config.num_hidden_layers, config.second_attention
-    head_size = config.head_size if second == "meta" else None
     layers_needed = blocks if second == "none" else 2 * blocks
-    if isinstance(cache, StaticCache) and add_second_layers(cache, layers_needed, head_size):
+    if isinstance(cache, StaticCache) and add_second_layers(cache, layers_needed):
         return
     layers = getattr(cache, "layers", [None])
     if (

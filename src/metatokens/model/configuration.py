@@ -146,9 +146,8 @@ class MetaGPT2Config(PreTrainedConfig):
         """Refuse a meta-token, or entries in use, that the table has no row for."""
         if self.second_attention == "meta" and self.meta_token_id is None:
             raise ValueError("second_attention 'meta' needs a meta_token_id")
-        meta_token_id = 0 if self.meta_token_id is None else self.meta_token_id
         in_use = self.unpadded_vocab_size or self.vocab_size
-        if not 0 <= meta_token_id < in_use <= self.vocab_size:
+        if not 0 <= (self.meta_token_id or 0) < in_use <= self.vocab_size:
             raise ValueError(
                 "meta_token_id must be below unpadded_vocab_size, and that at most vocab_size"
             )

@@ -4,10 +4,9 @@ The engine reads an inserted meta-token and the token before it like the last pi
 in `paged_cache.py`.
 """
 
-from abc import ABC
 from copy import copy
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.requests import RequestStatus
@@ -19,17 +18,10 @@ from transformers.generation.continuous_batching.utils import (
 from metatokens.errors import UserError
 from metatokens.model.mixins import add_mixin
 
-if TYPE_CHECKING:  # each mixin goes in front of one of these
-    from transformers.generation.continuous_batching import ContinuousBatchingManager as AnyManager
-    from transformers.generation.continuous_batching.requests import RequestState as AnyRequest
-    from transformers.generation.continuous_batching.scheduler import Scheduler as AnyScheduler
-else:
-    # The root class of each; Python requires the same here.
-    AnyManager, AnyRequest, AnyScheduler = (
-        object,
-        object,
-        ABC,
-    )
+# Each mixin goes in front of a class of transformers, whose root class Python requires here too. `Any` has that class's
+# methods for mypy.
+AnyManager: Any = object
+AnyRequest: Any = object
 
 
 class MetaManager(AnyManager):
@@ -50,24 +42,16 @@ class MetaManager(AnyManager):
         finally:
             self.model = model
         scheduler = processor.scheduler
-        add_mixin(scheduler, MetaScheduler)
-        scheduler.meta_token_id = model.config.meta_token_id
-        scheduler.meta_every = self.meta_every
+        add_waiting_request = scheduler.add_waiting_request
+
+        def add_with_meta_tokens(state: Any) -> None:
+            add_mixin(state, MetaRequest)
+            state.meta_token_id = model.config.meta_token_id
+            state.meta_every = self.meta_every
+            add_waiting_request(state)
+
+        scheduler.add_waiting_request = add_with_meta_tokens
         return processor
-
-
-class MetaScheduler(AnyScheduler):
-    """Mixin for the engine's scheduler: its requests get meta-tokens."""
-
-    meta_token_id: int | None
-    meta_every: int | None
-
-    def add_waiting_request(self, state: Any) -> None:
-        """Take a request."""
-        add_mixin(state, MetaRequest)
-        state.meta_token_id = self.meta_token_id
-        state.meta_every = self.meta_every
-        super().add_waiting_request(state)
 
 
 class MetaRequest(AnyRequest):
@@ -139,10 +123,8 @@ def further_layers(model: PreTrainedModel) -> int:
             "continuous batching knows no second attention of this kind; call generate()."
         )
     second = [module.config for module in modules]
-    layer_types, window = (
-        getattr(text_config, name, None) for name in ("layer_types", "sliding_window")
-    )
-    if second and layer_types is None and window is not None:
+    has_window = getattr(text_config, "sliding_window", None) is not None
+    if second and has_window and getattr(text_config, "layer_types", None) is None:
         raise UserError(
             "continuous batching needs a block without a sliding window; call generate() instead."
         )

@@ -9,7 +9,7 @@ all that a cache has to keep about each entry (`KeyNotes`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -81,8 +81,8 @@ class ForgettingRule:
             make_forgetting(cache, config)
             cache.make_room(notes[0], config.text_window)
             notes = cache.take_note(notes)
-        rule, *full_rules = (cls(positions, keys) for keys in notes)
-        return replace(rule, full=full_rules[0]) if full_rules else rule
+        full = [cls(positions, keys) for keys in notes[1:]]
+        return cls(positions, notes[0], *full)
 
     def mask_function(self) -> Callable[[Any, Any, Any, Any], Tensor]:
         """The rule as a mask function of transformers, whose indices count from 0, and broadcast."""

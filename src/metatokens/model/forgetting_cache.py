@@ -1,5 +1,6 @@
 """Caches that forget text: entries that no later query sees are dropped."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -107,15 +108,14 @@ class LayerOfHeads(ForgettingLayer):
     """
 
     full_heads: FullHeads
-    full_part: AnyCacheLayer
+    full_part: DynamicLayer
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         """Hold new keys and values, (batch, heads, new, head size); returns the parts of all."""
-        new_keys, new_values = (
-            self.full_heads.parts_of(states) for states in (key_states, value_states)
-        )
+        new_keys = self.full_heads.parts_of(key_states)
+        new_values = self.full_heads.parts_of(value_states)
         keys, values = super().update(new_keys.forgetting, new_values.forgetting, *args, **kwargs)
         full_keys, full_values = self.full_part.update(new_keys.full, new_values.full)
         return Parts(keys, full_keys), Parts(values, full_values)
@@ -134,14 +134,14 @@ class ForgettingCache(AnyCache):
     heads forget.
 
     Attributes:
-        number_of_layers: that of the layers with keys and values.
+        layers_of_notes: the indices of the layers with notes.
         full_layers: the indices of the layers that hold everything, the notes on them included.
         rule: the `text_window`, `text_sinks`, `text_full_layers` and `text_full_heads` of the model that fills it.
         held_after_drop: how many entries were held after some were dropped the last time.
     """
 
     layers: list[Any]
-    number_of_layers: int
+    layers_of_notes: range
     full_layers: Sequence[int]
     rule: tuple[Any, ...]
     held_after_drop = 0
@@ -149,23 +149,7 @@ class ForgettingCache(AnyCache):
     @property
     def notes(self) -> Any:
         """The layer with the notes about the entries of layers that forget."""
-        return self.layers[self.number_of_layers]
-
-    @property
-    def layers_of_notes(self) -> range:
-        """The indices of the layers with notes."""
-        first = self.number_of_layers
-        return range(first, first + (2 if self.full_layers else 1))
-
-    @property
-    def has_dropped(self) -> bool:
-        """Whether any entries were dropped."""
-        return any(layer.forgotten for layer in self.layers)
-
-    @property
-    def held(self) -> int:
-        """The number of entries of each layer that forgets."""
-        return int(self.get_seq_length()) - self.notes.forgotten
+        return self.layers[self.layers_of_notes[0]]
 
     def make_room(self, new: KeyNotes, window: int) -> None:
         """Drop entries that no query sees from now on, if enough have piled up.
@@ -185,9 +169,9 @@ class ForgettingCache(AnyCache):
                 "this cache lost entries, or has some that a text_window cannot place: those of learned prompts, or of "
                 "a pass in training mode."
             )
+        held = int(self.get_seq_length()) - self.notes.forgotten
         needed = max(self.held_after_drop, window)
-        piled_up = self.held - needed
-        if piled_up >= max(16, window // 4):
+        if held - needed >= max(16, window // 4):
             first_position = new.positions.amin(dim=1, keepdim=True)
             self._drop(positions_of(self.notes.values[:, 0, :, 0] >= first_position))
 
@@ -217,7 +201,7 @@ class ForgettingCache(AnyCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens, unless text was dropped, which they may have to see again."""
-        if self.has_dropped:
+        if self.notes.forgotten:
             raise UserError("text was dropped from this cache, so that it cannot be cropped.")
         super().crop(tokens_to_remove)
 
@@ -253,20 +237,16 @@ def make_forgetting(cache: Any, config: Any) -> None:
     _check_kind(cache)
     add_mixin(cache, ForgettingCache)
     cache.rule = rule
-    cache.number_of_layers = len(cache.layers)
+    count = len(cache.layers)
+    cache.layers_of_notes = range(count, count + (2 if full_blocks or full_heads else 1))
     # A second attention's layers come after those of all blocks.
-    cache.full_layers = [
-        number for number in range(cache.number_of_layers) if number % blocks in full_blocks
-    ]
+    full_layers = [number for number in range(count) if number % blocks in full_blocks]
     kind_of_layer = type(cache.layers[0])
-    cache.layers.append(kind_of_layer())
-    if full_blocks or full_heads:
-        cache.full_layers.append(len(cache.layers))
-        cache.layers.append(kind_of_layer())
     full_parts = {block: kind_of_layer() for block in full_heads}
-    for part in full_parts.values():
-        cache.full_layers.append(len(cache.layers))
-        cache.layers.append(part)
+    cache.layers += [kind_of_layer() for _ in cache.layers_of_notes]
+    cache.layers += full_parts.values()
+    # All layers after the first notes hold everything.
+    cache.full_layers = [*full_layers, *range(count + 1, len(cache.layers))]
     for layer in cache.layers:
         add_mixin(layer, ForgettingLayer)
     for block, part in full_parts.items():
@@ -277,12 +257,11 @@ def make_forgetting(cache: Any, config: Any) -> None:
 
 def full_heads_by_block(config: Any) -> dict[int, FullHeads]:
     """The full heads of each block that has some; only retrofitted models have any."""
-    by_block: dict[int, FullHeads] = {}
-    for block, head in getattr(config, "text_full_heads", None) or ():
-        before = by_block[block].are_full if block in by_block else ()
-        between = (False,) * (head - len(before))
-        by_block[block] = FullHeads((*before, *between, True))
-    return by_block
+    are_full: dict[int, list[bool]] = defaultdict(list)
+    for block, head in getattr(config, "text_full_heads", None) or ():  # ascending
+        of_block = are_full[block]
+        of_block += [False] * (head - len(of_block)) + [True]
+    return {block: FullHeads(tuple(of_block)) for block, of_block in are_full.items()}
 
 
 def _check_kind(cache: Any) -> None:

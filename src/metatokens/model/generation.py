@@ -178,7 +178,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         for config in (generation_config, self.generation_config):
             if meta_every is None:
                 meta_every = getattr(config, "meta_every", None)
-        if meta_every is None or meta_every == 0:
+        if not meta_every:
             return None
         if self.config.meta_token_id is None:
             raise UserError("meta_every needs a model with a meta_token_id; this one has none.")
@@ -203,7 +203,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         input_ids: Tensor,
         *,
         insert_every: int | None = None,
-        prompt_length: int | None = None,
+        prompt_length: int = 0,
         cache: Cache | None = None,
         past_key_values: Cache | None = None,
         attention_mask: Tensor | None = None,
@@ -221,7 +221,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
             **kwargs: further inputs of the model.
         """
         cache = cache_among({"cache": cache, "past_key_values": past_key_values})
-        if insert_every is not None and prompt_length is not None:
+        if insert_every is not None:
             mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
             first = prompt_length + insert_every
             text_before = [*range(first, input_ids.shape[1] + 1, insert_every)]
@@ -336,21 +336,20 @@ class MetaTokenGenerationMixin(GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        prompt_length: Any = model_kwargs.get("prompt_length")  # None: no meta-tokens are inserted
-        if prompt_length is not None and generation_config.guidance_scale not in (None, 1):
+        every = model_kwargs.get("insert_every")  # None: no meta-tokens are inserted
+        if every is not None and generation_config.guidance_scale not in (None, 1):
             raise UserError(
                 "guidance_scale does not support inserted meta-tokens: its second prompt would have none."
             )
         is_assisted = (
             generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
         )
-        if is_assisted and (prompt_length is not None or self.config.text_window is not None):
+        if is_assisted and (every is not None or self.config.text_window is not None):
             raise UserError(
                 "assisted generation supports neither inserted meta-tokens nor a text_window."
             )
-        every = model_kwargs.get("insert_every")
         if every is not None:  # a static cache needs room for these, too
-            max_cache_length += (max_cache_length - prompt_length) // every + 1
+            max_cache_length += (max_cache_length - model_kwargs["prompt_length"]) // every + 1
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )

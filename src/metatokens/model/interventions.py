@@ -133,12 +133,15 @@ def intervene(
 
 
 def _check(intervention: Intervention, model: PreTrainedModel) -> None:
-    if intervention.changes_positions and not isinstance(model, MetaGPT2ForCausalLM):
-        raise UserError(f"{intervention} is for this package's own models; on others use no_embed.")
-    if intervention.changes_positions and model.config.position_embedding == "none":
-        raise UserError(
-            f"{intervention} changes positions, and this model has position_embedding 'none'; use no_embed."
-        )
+    if intervention.changes_positions:
+        if not isinstance(model, MetaGPT2ForCausalLM):
+            raise UserError(
+                f"{intervention} is for this package's own models; on others use no_embed."
+            )
+        if model.config.position_embedding == "none":
+            raise UserError(
+                f"{intervention} changes positions, and this model has position_embedding 'none'; use no_embed."
+            )
     if intervention.meta_only and model.config.meta_token_id is None:
         raise UserError(f"{intervention} changes meta-tokens, and this model has no meta_token_id.")
 

@@ -1,7 +1,7 @@
 """Classes that are made when a program runs: a class of another library with one of our mixins in front.
 
-An ordinary subclass would be simpler, and is used where the base is one known class (`MetaTokenCacheLayer`,
-`DenseStaticLayer`). These objects are made by others, and of a class that we do not know in advance:
+An ordinary subclass would be simpler, and is used where the base is one known class (`MetaTokenCacheLayer`). These
+objects are made by others, and of a class that we do not know in advance:
 
 - **A decoder, its blocks and its table of embeddings** belong to one of a hundred architectures of transformers. Their
   calls have to change (a block runs meta-attention), and forward hooks do not suffice: gradient checkpointing calls a
@@ -9,7 +9,7 @@ An ordinary subclass would be simpler, and is used where the base is one known c
 - **A model's class and its configuration's** are looked up by transformers, PEFT and TRL, by name. So a class with a
   mixin has the name of its base.
 - **A layer of a cache** was made by the user or by `generate()`, and may have a sliding window or a recurrent state.
-- **An engine's manager, scheduler and requests** are made by transformers.
+- **An engine's manager and requests** are made by transformers.
 
 So an object gets another class in place (`add_mixin`). Each class is made once, and torch.compile does not trace how it
 is made. Nobody can import such a class, so pickle refuses its objects.

@@ -24,6 +24,7 @@ One block; x is the residual stream, (batch, length, width):
     x
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -169,7 +170,7 @@ class MetaGPT2PreTrainedModel(PreTrainedModel):
             std = self.config.initializer_range / (2 * self.config.num_hidden_layers) ** 0.5
             init.normal_(module.weight, std=std)
         if isinstance(module, Attention) and module.length_scale is not None:
-            init.constant_(module.length_scale, module.first_length_scale)
+            init.constant_(module.length_scale, 1 / math.log(module.usual_keys))
 
 
 class MetaGPT2Model(MetaGPT2PreTrainedModel):

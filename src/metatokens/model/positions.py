@@ -111,9 +111,8 @@ def rotates_by_length(config: PreTrainedConfig) -> bool:
     have one set of parameters, or one for each type of layer.
     """
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    sets = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    types = [rope.get("rope_type", "") for rope in sets]
-    return any(name == "longrope" or "dynamic" in name for name in types)
+    sets = [rope for rope in (parameters, *parameters.values()) if isinstance(rope, dict)]
+    return any(rope.get("rope_type") in ("dynamic", "longrope") for rope in sets)
 
 
 def rotary_tables(positions: Tensor, head_size: int, theta: float) -> Rotary:

@@ -141,6 +141,28 @@ class GatheredRows(NamedTuple):
         # A padded query that sees nothing gives NaN.
         return columns.masked_fill(~self.valid[:, None, :, None], seen)
 
+    def seen_entries(self, key_slots: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Which entries each of these rows sees, (batch, heads or 1, most, entries), as a mask for the scores.
+
+        None: those before it among these rows. Padding comes last, so that no real row sees it.
+
+        Args:
+            key_slots: as in `mask`.
+            mask: as for `MetaAttention`.
+        """
+        if mask is not None:
+            return self.mask(mask, key_slots)
+        if self.sequences is not None:
+            return (self.sequences[:, None, :, None] == self.sequences[:, None, None, :]).tril()
+        length = self.slots.shape[1]
+        earlier = key_slots.shape[1] - length
+        if earlier == 0:
+            return None
+        # The cache holds earlier meta-tokens, and its entries are in order.
+        seen = (key_slots[:, None, :] >= 0).expand(-1, length, -1).tril(earlier)
+        # A padded query that sees nothing would give NaN.
+        return (seen | ~self.valid[:, :, None])[:, None]
+
     def spread(self, weights: Tensor, key_slots: Tensor, shape: torch.Size) -> Tensor:
         """Attention weights over all positions, (batch, heads, length, total), 0 except among meta-tokens.
 

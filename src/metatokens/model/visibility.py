@@ -167,23 +167,6 @@ class NewTokens:
         return self.padding_mask[:, self.columns] != 0
 
 
-def _rows_of(
-    form: MetaAttentionForm | None,
-    is_meta: Tensor,
-    meta_places: Tensor | None,
-    cached: int | Tensor,
-    sequences: Tensor | None,
-    minimum_rows: int,
-) -> GatheredRows | DenseRows | None:
-    """The rows of meta-attention; None if the model has none, or there is no meta-token to gather."""
-    if form is None:
-        return None
-    if form == "dense":
-        return DenseRows(is_meta)
-    indices = positions_of(is_meta) if meta_places is None else meta_places
-    return GatheredRows.at(indices, cached, sequences, minimum=minimum_rows)
-
-
 def _refuse_with_window(
     cache: Cache | None, sequences: Tensor | None, has_other_mask: bool, needs_weights: bool
 ) -> None:
@@ -214,7 +197,7 @@ class Visibility:
         attention_mask: as the model was given it, without columns for tokens to come.
         cache: holds the tokens before; None without one.
         engine: as from `engine_of`.
-        rows: those of meta-attention; None if there is no meta-token.
+        rows: those of meta-attention; None if the model has none, or there is no meta-token to gather.
         rule: what text is forgotten; None without a `text_window`.
         needs_weights: whether attention weights are to be returned.
     """
@@ -287,6 +270,12 @@ class Visibility:
             )
         else:
             refuse_forgetting_cache(cache)
+        rows: GatheredRows | DenseRows | None = None
+        if form == "dense":
+            rows = DenseRows(is_meta)
+        elif form == "gathered":
+            indices = positions_of(is_meta) if meta_places is None else meta_places
+            rows = GatheredRows.at(indices, tokens.cached, sequences, minimum=minimum_rows)
         return cls(
             tokens=tokens,
             positions=positions,
@@ -295,7 +284,7 @@ class Visibility:
             attention_mask=attention_mask if tokens.padding_mask is None else tokens.padding_mask,
             cache=cache,
             engine=engine,
-            rows=_rows_of(form, is_meta, meta_places, tokens.cached, sequences, minimum_rows),
+            rows=rows,
             rule=rule,
             needs_weights=needs_weights,
         )
@@ -426,19 +415,17 @@ class Visibility:
             UserError: as `mask_of_four_dimensions`.
         """
         mask = mask_of_four_dimensions(config, self.attention_mask, self.cache)
-        if isinstance(self.rows, GatheredRows):
-            return None if mask is None else seen_by_a_head(mask)
-        assert self.rows is not None
-        length = self.rows.valid.shape[1]
+        if mask is not None:  # then there is no rule
+            return seen_by_a_head(mask)
+        if not isinstance(self.rows, DenseRows):
+            return None
         if self.rule is not None:
             return self.rule.seen()[:, None]
-        if mask is not None:
-            return seen_by_a_head(mask)
         if self.cache is not None:
             return self.rows.causal_mask(self.tokens.cached, self.cache.layers[-1].max_cache_len)
         if self.sequences is not None:
             is_same = self.sequences[:, None, :, None] == self.sequences[:, None, None, :]
-            return self.rows.causal_mask(0, length) & is_same
+            return self.rows.causal_mask(0, self.rows.valid.shape[1]) & is_same
         return None
 
 

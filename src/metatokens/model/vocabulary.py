@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
 
 from metatokens.errors import UserError
 from metatokens.model.configuration import UNSAVED
@@ -44,7 +43,10 @@ class MetaVocabulary:
 
         A Trainer's checkpoints, which are deleted later, give no name.
         """
-        _keep_meta_every(getattr(self, "generation_config", None))
+        generation_config = getattr(self, "generation_config", None)
+        if getattr(generation_config, "meta_every", None) is not None:
+            # transformers, when it loads one that is derived from the model's configuration, drops custom settings.
+            generation_config._from_model_config = False
         model = cast(Any, super())
         model.save_pretrained(save_directory, *args, **kwargs)
         is_checkpoint = Path(save_directory).name.startswith("checkpoint-")
@@ -81,9 +83,3 @@ class MetaVocabulary:
         if new_num_tokens is not None:
             self.config.unpadded_vocab_size = max(new_num_tokens, up_to_meta_token)
         return table
-
-
-def _keep_meta_every(generation_config: GenerationConfig | None) -> None:
-    """Have transformers load `meta_every` again; it drops custom settings derived from a model's configuration."""
-    if generation_config is not None and getattr(generation_config, "meta_every", None) is not None:
-        generation_config._from_model_config = False

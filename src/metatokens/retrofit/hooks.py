@@ -74,7 +74,7 @@ def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
     if cache is not None and decoder.meta_settings.layers:
         # A cache of a fixed size gets further layers.
-        add_second_layers(cache, decoder.meta_cache_layers, decoder.meta_settings.head_size)
+        add_second_layers(cache, decoder.meta_cache_layers)
     has_full_heads = bool(full_heads_by_block(decoder.meta_config))
     set_attention_by_heads(decoder.config, has_full_heads=has_full_heads)
     makes_cache = _makes_cache(decoder, kwargs)
