@@ -196,7 +196,9 @@ def _without_prefix(part: Any) -> Any:
 def beginning_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that a tokenizer puts before a text, such as a token for its beginning; often none."""
     encoding = tokenizer("text", return_special_tokens_mask=True)
-    return encoding["input_ids"][: encoding["special_tokens_mask"].index(0)]
+    is_special = encoding["special_tokens_mask"]
+    start_of_text = is_special.index(0) if 0 in is_special else 0
+    return encoding["input_ids"][:start_of_text]
 
 
 def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
