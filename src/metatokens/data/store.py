@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.tokenizer import load_tokenizer
@@ -41,8 +41,10 @@ Count = Annotated[int, Field(ge=0, lt=2**48)]
 Ids = npt.NDArray[np.unsignedinteger]
 
 
-class StoreRecord(BaseModel, extra="forbid", frozen=True):
+class StoreRecord(BaseModel):
     """A part of the manifest."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def shard_name(part: int) -> str:

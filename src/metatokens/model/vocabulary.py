@@ -43,7 +43,7 @@ class MetaVocabulary:
 
         A Trainer's checkpoints, which are deleted later, give no name.
         """
-        generation_config = getattr(self, "generation_config", None)
+        generation_config: Any = getattr(self, "generation_config", None)
         if getattr(generation_config, "meta_every", None) is not None:
             # transformers, when it loads one that is derived from the model's configuration, drops custom settings.
             generation_config._from_model_config = False
