@@ -79,11 +79,14 @@ def apply_yarn(model: MetaGPT2ForCausalLM, factor: float, original_length: int) 
             is at most 1 or makes a length that is not whole.
     """
     config = model.config
-    if not isinstance(model, MetaGPT2ForCausalLM) or config.position_embedding != "rope":
+    if config.position_embedding != "rope":
         raise UserError(
-            "extend is for this package's own models with rotary positions; this is a "
-            f"{type(model).__name__} with position_embedding {config.position_embedding!r}. Extend the context of "
-            "another model in transformers (rope_parameters) before `metatokens retrofit`."
+            f"the model has position_embedding {config.position_embedding!r}; YaRN extends rotary positions, 'rope'."
+        )
+    if not isinstance(model, MetaGPT2ForCausalLM):
+        raise UserError(
+            f"extend is for this package's own models; this is a {type(model).__name__}. Extend its context in "
+            "transformers (rope_parameters) before `metatokens retrofit`."
         )
     if config.rope_parameters["rope_type"] != "default":
         raise UserError(
