@@ -126,8 +126,12 @@ def test_decoding_starts_behind_the_context_and_writes_text(
     kind = StaticLayer if entry.static else kind
     update = kind.update
 
+    widths: list[int] = []
+
     def watch(layer: DynamicLayer, keys: torch.Tensor, *others: Any, **options: Any) -> Any:
-        if type(layer) is kind:  # not a further layer of the second attention
+        widths.append(keys.shape[3])
+        # A further layer of the second attention is of another kind, or has wider keys.
+        if type(layer) is kind and keys.shape[3] == widths[0]:
             passes.append((keys.shape[2], int(layer.get_seq_length())))
         return update(layer, keys, *others, **options)
 
