@@ -16,7 +16,7 @@ from metatokens.shrink import measuring
 from metatokens.shrink.answering import AT_ONCE, answer_logits, read
 from metatokens.shrink.choosing import HeadLoss, losses_of_heads, most_needed
 from metatokens.shrink.cost import NEW, costs
-from metatokens.shrink.shrinking import SINKS
+from metatokens.shrink.sizes import SINKS
 from metatokens.tasks.example import Encoded
 from tests.numbers import decoder_roundings, rounding_bound
 from tests.shrink.small import BLOCKS, HEAD_SIZE, KEY_HEADS

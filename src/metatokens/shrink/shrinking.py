@@ -44,15 +44,13 @@ from metatokens.shrink.measuring import (
 from metatokens.shrink.mixture import MOST_FORMS, Mixture
 from metatokens.shrink.page import Findings, write_page
 from metatokens.shrink.replies import draw_replies
+from metatokens.shrink.sizes import MARGIN, Sizes
 from metatokens.shrink.texts import UserText, split_apart
 from metatokens.tasks.example import Encoded, read_examples
 from metatokens.training.lora import check_peft
 from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import Figures, Progress, train, unwatched
 
-SINKS = 4  # the first positions, which every head keeps
-FEWEST = 8  # positions of a window
-MARGIN = 8  # tokens at least between a window and what has to be found
 UNLIMITED = 1_000_000  # tokens, for a model without a limit
 WINDOW_TO_CHOOSE_BY, FACTS_TO_CHOOSE_BY = 64, 12  # of a head that forgets, and in a text
 PAGE = "page.html"
@@ -147,7 +145,7 @@ class _Run:
         self.forms = read_forms(forms)
         base, self.tokenizer = load_base_and_tokenizer(model)
         text_config = base.config.get_text_config()
-        self.limit = int(getattr(text_config, "max_position_embeddings", None) or UNLIMITED)
+        limit = int(getattr(text_config, "max_position_embeddings", None) or UNLIMITED)
         retrofit: Any = add_meta_attention(base, self.tokenizer, layers=[])
         self.heads = [
             (block, head)
@@ -161,18 +159,7 @@ class _Run:
         )
         rule = recipe.cache.landmarks
         self.landmarks = None if rule is None else Landmarks(self.tokenizer, rule)
-        self.length = min(recipe.cache.length, self.limit)
-        self.window = self._window(self._number_of_full_heads)
-        # Tokens from what has to be found to the end of its text, at least; the window does not reach so far.
-        self.beyond = self.window + MARGIN
-        # A shorter text has little that is forgotten.
-        self.shortest = 3 * self.beyond // 2
-        self.longest = min(max(recipe.mixture.longest, 2 * self.beyond), self.limit // 2)
-        if self.longest < self.shortest:
-            raise UserError(
-                f"a window of {self.window:,} positions reaches over most of the {self.longest:,} tokens that a text "
-                "of the training may have, half of the model's limit: keep less."
-            )
+        self.sizes = Sizes.of(recipe, len(self.heads), limit)
         records = [] if questions is None else read_examples(questions, self.tokenizer)
         if self.landmarks is not None and any(
             self.landmarks.meta_token_id in record.input_ids for record in records
@@ -202,22 +189,9 @@ class _Run:
     @cached_property
     def text(self) -> UserText:
         """The user's text."""
-        return UserText(self.tokenizer, self.corpora, max([self.longest, *self.tested_texts]))
-
-    @cached_property
-    def tested_texts(self) -> dict[int, int]:
-        """The texts of the tests, by length: the model can read so much, and its window covers two thirds at most."""
-        texts = {
-            length: count
-            for length, count in self.recipe.tests.texts.items()
-            if self.shortest <= length <= self.limit
-        }
-        if not texts:
-            raise UserError(
-                f"no length of tests.texts is between {self.shortest:,} and {self.limit:,} tokens: a window of "
-                f"{self.window:,} forgets too little of a shorter text, and the model reads no longer one."
-            )
-        return texts
+        return UserText(
+            self.tokenizer, self.corpora, max([self.sizes.longest, *self.sizes.tested_texts])
+        )
 
     @cached_property
     def lookups(self) -> dict[str, Lookups]:
@@ -236,7 +210,7 @@ class _Run:
         full_heads = self.recipe.cache.full_heads
         if full_heads is None:
             self.losses = self.head_losses(watch)
-            full_heads = most_needed(self.losses, self._number_of_full_heads)
+            full_heads = most_needed(self.losses, self.sizes.full_heads)
         self.full_heads = full_heads
 
     def ask_base(self, watch: Watch) -> None:
@@ -248,6 +222,7 @@ class _Run:
             # About what a model forgets, so about texts, which are longer than the window.
             ("test", self.recipe.tests.replies, 1.0),
         )
+        beyond = self.sizes.beyond
         written: dict[str, list[Any]] = {"train": [], "test": []}
         turns = self.lookups["train"].turns
         if turns is not None and turns.ending:
@@ -257,7 +232,7 @@ class _Run:
                     model,
                     self.lookups[split],
                     count,
-                    lengths=(self.beyond, max(self.beyond, self.longest // 2)),
+                    lengths=(beyond, max(beyond, self.sizes.longest // 2)),
                     about_texts=about_texts,
                     seed=seed,
                 )
@@ -274,41 +249,18 @@ class _Run:
 
     def arms(self, *, controls: bool) -> list[Arm]:
         """The models to measure, the shrunk one first."""
-        arms = [Arm(SHRUNK, "model", self.window, self.full_heads), Arm(BASE)]
+        arms = [Arm(SHRUNK, "model", self.sizes.window, self.full_heads), Arm(BASE)]
         if controls:
             arms.append(Arm(TRAINED_FULL, "controls/full"))
-            arms.append(Arm(TRAINED_WINDOW, "controls/window", self._window(0)))
+            arms.append(Arm(TRAINED_WINDOW, "controls/window", self.sizes.window_alone))
         return arms
-
-    def _window(self, full_heads: int) -> int:
-        """The window with which the share is kept of a text of the length, next to so many full heads."""
-        full_share = full_heads / len(self.heads)
-        rest = max(0.0, self.recipe.cache.keep - full_share)
-        window = int(rest / (1 - full_share) * self.length) - SINKS if rest else 0
-        if window < FEWEST:
-            raise UserError(
-                f"a cache that keeps {self.recipe.cache.keep:.3g} of {self.length:,} tokens has no room for a window "
-                f"if {full_heads} of {len(self.heads)} heads are full: keep more, or fewer full heads."
-            )
-        return window
-
-    @property
-    def _number_of_full_heads(self) -> int:
-        """How many heads keep everything."""
-        cache = self.recipe.cache
-        if cache.full_heads is not None:
-            return len(cache.full_heads)
-        if cache.number_of_full_heads is not None:
-            return cache.number_of_full_heads
-        # Full heads look things up. The window predicts prose, and gets a fifth at least.
-        return max(1, int(len(self.heads) * cache.keep * 4 // 5))
 
     def head_losses(self, watch: Watch) -> list[HeadLoss]:
         """The loss of answers if one head after another forgets the text, measured once."""
         file = self.out / "heads.json"
         if not file.exists():
             texts = [
-                _text_to_choose_by(self.lookups["train"], number, min(512, self.longest))
+                _text_to_choose_by(self.lookups["train"], number, min(512, self.sizes.longest))
                 for number in range(self.recipe.tests.choosing)
             ]
             model = self._base_to_measure()
@@ -341,9 +293,9 @@ class _Run:
             self.lookups["train"],
             steps=settings.max_steps,
             tokens=self.recipe.mixture.tokens,
-            longest=self.longest,
-            shortest=self.shortest,
-            beyond=self.beyond,
+            longest=self.sizes.longest,
+            shortest=self.sizes.shortest,
+            beyond=self.sizes.beyond,
             prose_share=self.recipe.mixture.prose_share,
             seed=settings.seed,
             replies=self.replies("train"),
@@ -370,19 +322,14 @@ class _Run:
     @cached_property
     def tests(self) -> Tests:
         """What all models are measured on."""
-        window_alone = self._window(0)
-        beyond = {
-            length: max(self.beyond, min(window_alone + MARGIN, length // 2))
-            for length in self.tested_texts
-        }
         return draw_tests(
             self.lookups["test"],
             self.forms["train"],
-            self.tested_texts,
-            beyond=beyond,
+            self.sizes.tested_texts,
+            beyond=self.sizes.beyond_all_windows,
             user_questions=[_asked(record) for record in self.records_to_measure_on],
             excerpts=self.recipe.tests.excerpts,
-            excerpt_length=self.longest,
+            excerpt_length=self.sizes.longest,
             replies=self.replies("test"),
         )
 
@@ -442,13 +389,13 @@ class _Run:
             losses=self.losses,
             costs=_read_list(self.out / "costs.json", Cost),
             cache={
-                "window": self.window,
+                "window": self.sizes.window,
                 "full_heads": self.full_heads,
                 "landmarks": self.recipe.cache.landmarks,
             },
             out=self.out,
             base=str(self.model),
-            length=self.length,
+            length=self.sizes.length,
             steps=self.recipe.training.max_steps,
         )
         write_page(findings, self.out / PAGE)

@@ -1,0 +1,112 @@
+"""How long the window, the texts of the training and those of the tests are, by what a cache may keep."""
+
+from dataclasses import dataclass
+
+from metatokens.errors import UserError
+from metatokens.recipe import CacheSettings, ShrinkRecipe
+
+SINKS = 4  # the first positions, which every head keeps
+FEWEST = 8  # positions of a window
+MARGIN = 8  # tokens at least between a window and what has to be found
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Lengths in tokens, and a number of heads.
+
+    SmolLM2-135M has 90 heads and reads 8,192 tokens. An eighth of 4,096 tokens are 9 full heads and a window of 109
+    tokens in the other 81, besides 4 sinks: (9 + 81 * 113 / 4,096) / 90 = 1/8.
+
+    Attributes:
+        length: of the text whose cache keeps the share that the recipe asks for.
+        full_heads: how many heads keep everything.
+        window: the last tokens that each other head keeps.
+        window_alone: the window that keeps the same share without full heads.
+        beyond: from what has to be found to the end of its text, at least; the window does not reach so far.
+        shortest: text of the training and of the tests; less of a shorter one is forgotten.
+        longest: text of the training.
+        tested_texts: how many texts are tested, by their length.
+    """
+
+    length: int
+    full_heads: int
+    window: int
+    window_alone: int
+    beyond: int
+    shortest: int
+    longest: int
+    tested_texts: dict[int, int]
+
+    @classmethod
+    def of(cls, recipe: ShrinkRecipe, heads: int, limit: int) -> "Sizes":
+        """The sizes for a model.
+
+        Args:
+            recipe: the settings.
+            heads: how many key-value heads the model has.
+            limit: how many tokens it reads at most.
+
+        Raises:
+            UserError: if the cache has no room for a window, or the window is too long for the texts.
+        """
+        length = min(recipe.cache.length, limit)
+        full_heads = _number_of_full_heads(recipe.cache, heads)
+        window = _window(recipe.cache, full_heads, heads, length)
+        beyond = window + MARGIN
+        shortest = 3 * beyond // 2
+        longest = min(max(recipe.mixture.longest, 2 * beyond), limit // 2)
+        if longest < shortest:
+            raise UserError(
+                f"a window of {window:,} positions reaches over most of the {longest:,} tokens that a text of the "
+                "training may have, half of the model's limit: keep less."
+            )
+        tested_texts = {
+            length: count
+            for length, count in recipe.tests.texts.items()
+            if shortest <= length <= limit
+        }
+        if not tested_texts:
+            raise UserError(
+                f"no length of tests.texts is between {shortest:,} and {limit:,} tokens: a window of {window:,} "
+                "forgets too little of a shorter text, and the model reads no longer one."
+            )
+        return cls(
+            length=length,
+            full_heads=full_heads,
+            window=window,
+            window_alone=_window(recipe.cache, 0, heads, length),
+            beyond=beyond,
+            shortest=shortest,
+            longest=longest,
+            tested_texts=tested_texts,
+        )
+
+    @property
+    def beyond_all_windows(self) -> dict[int, int]:
+        """As `beyond`, for the tests: the control with a window alone does not reach so far in long texts either."""
+        return {
+            length: max(self.beyond, min(self.window_alone + MARGIN, length // 2))
+            for length in self.tested_texts
+        }
+
+
+def _number_of_full_heads(cache: CacheSettings, heads: int) -> int:
+    if cache.full_heads is not None:
+        return len(cache.full_heads)
+    if cache.number_of_full_heads is not None:
+        return cache.number_of_full_heads
+    # Full heads look things up. The window predicts prose, and gets a fifth at least.
+    return max(1, int(heads * cache.keep * 4 // 5))
+
+
+def _window(cache: CacheSettings, full_heads: int, heads: int, length: int) -> int:
+    """The window with which the share is kept of a text of the length, next to so many full heads."""
+    full_share = full_heads / heads
+    rest = max(0.0, cache.keep - full_share)
+    window = int(rest / (1 - full_share) * length) - SINKS if rest else 0
+    if window < FEWEST:
+        raise UserError(
+            f"a cache that keeps {cache.keep:.3g} of {length:,} tokens has no room for a window if {full_heads} of "
+            f"{heads} heads are full: keep more, or fewer full heads."
+        )
+    return window
