@@ -25,6 +25,8 @@ from metatokens.retrofit.injection_points import probe_ids
 from metatokens.retrofit.layers import set_full
 from metatokens.retrofit.settings import MetaSettings
 
+# A probe's text: places of tokens. The tokens before _STEPS are read at once, the others one by one.
+_PADDING, _FORGOTTEN, _META, _COMPARED, _STEPS, _LENGTH = 5, 8, 10, 12, 20, 24
 # Fields of `meta_attention` in probes.
 _FORGETS = {"text_window": 1, "text_sinks": 1}
 _NOTHING_FULL = {"text_full_layers": None, "text_full_heads": None}
@@ -175,7 +177,7 @@ def _check(model: PreTrainedModel) -> None:
     """Refuse a base that does not forget by masks, or whose attention depends on the places of cached keys.
 
     With a window of 1, text that is no sink changes nothing after it, whether a mask hides it or a cache drops it. So
-    the pass over a text and the steps over the same text with another token at place 8 must give the same from 12 on.
+    the pass over a text and the steps over the same text with another token, at a place before, must give the same.
     """
     (decoder, _), config = decoder_of(model), model.config
     layers = DynamicCache(config=decoder.config).layers
@@ -188,13 +190,13 @@ def _check(model: PreTrainedModel) -> None:
         )
     with (
         patch.dict(config.meta_attention, _FORGETS | _NOTHING_FULL),
-        probe_ids(model, _READS, 24) as ids,
+        probe_ids(model, _READS, _LENGTH) as ids,
     ):
         meta = config.meta_token_id
         ids, mask = _two_rows(ids + (ids >= meta))  # text alone
-        ids[:, 10] = meta
+        ids[:, _META] = meta
         other = ids.clone()
-        other[:, 8] = ids[:, 9]
+        other[:, _FORGOTTEN] = ids[:, _FORGOTTEN + 1]
         if not _read_alike(model, other, ids, mask):
             raise ValueError("text that is forgotten changes what it predicts")
 
@@ -204,7 +206,7 @@ def _check_heads(model: PreTrainedModel) -> None:
     """Refuse a base that mixes key-value heads: the pass over a text and the steps over it must give the same."""
     with (
         patch.dict(model.config.meta_attention, _FORGETS),
-        probe_ids(model, _HEADS, 24) as ids,
+        probe_ids(model, _HEADS, _LENGTH) as ids,
     ):
         ids, mask = _two_rows(ids)
         if not _read_alike(model, ids, ids, mask):
@@ -213,21 +215,21 @@ def _check_heads(model: PreTrainedModel) -> None:
 
 def _two_rows(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Ids, (1, length), and the same with padding before them, (2, length), with their mask."""
-    ids = torch.cat([ids, pad(ids[:, :-5], (5, 0))])
+    ids = torch.cat([ids, pad(ids[:, :-_PADDING], (_PADDING, 0))])
     mask = torch.ones_like(ids)
-    mask[1, :5] = 0
+    mask[1, :_PADDING] = 0
     return ids, mask
 
 
 def _read_alike(model: PreTrainedModel, whole: Tensor, ids: Tensor, mask: Tensor) -> bool:
-    """Whether a pass over `whole` gives the same from place 12 on as steps over `ids`, (rows, 24) each.
+    """Whether a pass over `whole` gives the same from _COMPARED on as steps over `ids`, (rows, _LENGTH) each.
 
     In half precision, rounding may change what a base predicts for a token or two. So a row's median decides.
     """
     decoder, _ = decoder_of(model)
     expected = decoder(whole, attention_mask=mask, use_cache=False)[0]
     cache, in_steps = None, []
-    for start, end in pairwise([0, *range(20, 25)]):
+    for start, end in pairwise([0, *range(_STEPS, _LENGTH + 1)]):
         inputs = {"attention_mask": mask[:, :end], CACHE: cache}
         out = decoder(ids[:, start:end], use_cache=True, **inputs)
         cache = out[CACHE]
@@ -235,10 +237,9 @@ def _read_alike(model: PreTrainedModel, whole: Tensor, ids: Tensor, mask: Tensor
     errors = (torch.cat(in_steps, dim=1) - expected).norm(dim=2) / expected.norm(dim=2)
     # Bases in float64 compute a part in float32.
     eps = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps)
-    largest = max(
-        errors[:, tokens].median(dim=1).values.max() for tokens in (slice(12, 20), slice(20, 24))
-    )
-    return bool(largest <= eps**0.5)
+    at_once = errors[:, _COMPARED:_STEPS].median(dim=1).values
+    by_steps = errors[:, _STEPS:].median(dim=1).values
+    return bool(torch.stack([at_once, by_steps]).max() <= eps**0.5)
 
 
 @torch.no_grad()
