@@ -68,18 +68,22 @@ def attention_by_heads(
     forgetting, full = attention_mask.full_heads.split(count)
     queries = query.unflatten(1, (count, -1))
 
-    def attend(heads: list[int], keys: Tensor, values: Tensor, mask: Tensor) -> dict[int, Tensor]:
-        """The output of each of these heads, (batch, length, queries of a head, head size)."""
+    def attend(heads: list[int], keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """The output of these key-value heads, (batch, length, heads, queries of a head, head size)."""
         of_heads = queries[:, heads].flatten(1, 2)
         output, _ = chunked_attention(module, of_heads, keys, values, mask, **kwargs)
-        by_head = output.unflatten(2, (len(heads), -1)).unbind(dim=2)
-        return dict(zip(heads, by_head, strict=True))
+        return output.unflatten(2, (len(heads), -1))
 
-    outputs = {
-        **attend(forgetting, keys.forgetting, values.forgetting, attention_mask.forgetting),
-        **attend(full, keys.full, values.full, attention_mask.full),
-    }
-    return torch.cat([outputs[head] for head in range(count)], dim=2), None
+    outputs = torch.cat(
+        [
+            attend(forgetting, keys.forgetting, values.forgetting, attention_mask.forgetting),
+            attend(full, keys.full, values.full, attention_mask.full),
+        ],
+        dim=2,
+    )
+    heads = [*forgetting, *full]
+    in_order = outputs[:, :, [heads.index(head) for head in range(count)]]
+    return in_order.flatten(2, 3), None
 
 
 AttentionInterface.register(NAME, attention_by_heads)

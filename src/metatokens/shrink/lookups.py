@@ -285,7 +285,7 @@ class Lookups:
         """The ids of all sentences that state something, at most `room`, and the questions."""
         drawn = self._drawn(generator)
         questions: list[Question] = []
-        remaining: list[list[list[int]]] = []
+        facts: list[list[list[int]]] = []  # the sentences of each
         for number in range(count):
             form = forms[number % len(forms)]
             values = {
@@ -298,16 +298,17 @@ class Lookups:
             if room < 0:
                 break
             ask, answer = form.ask.format_map(values), form.answer.format_map(values)
-            remaining.append(stated)
+            facts.append(stated)
             questions.append(
                 self._chat_question(ask, answer) if chat else self._question(form.kind, ask, answer)
             )
         if not questions:
             raise UserError("a text with look-ups is too short for its first fact.")
         # Sentences of one fact stay in their order, wherever those of others come.
-        owners = [number for number, stated in enumerate(remaining) for _ in stated]
-        sentences = [remaining[owner].pop(0) for owner in generator.permutation(owners)]
-        return sentences, questions
+        number_of_fact = np.repeat(np.arange(len(facts)), [len(stated) for stated in facts])
+        sentences_of_facts = [iter(stated) for stated in facts]
+        order = generator.permutation(number_of_fact)
+        return [next(sentences_of_facts[number]) for number in order], questions
 
     def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
         return encode_text(self.tokenizer, texts, continues=True)
