@@ -65,11 +65,11 @@ def test_excerpts_do_not_overlap_unless_there_are_two(text):
 def test_too_little_text_is_refused(tokenizer, corpus):
     with pytest.raises(
         UserError,
-        match=r"tokens held out, of 75 documents of which every tenth is held out, and .* needed: give more text",
+        match=r"tokens held out, and needs more than 3,000 .*its 75 documents .*: give more text",
     ):
         UserText(tokenizer, [str(corpus)], 3000)
     with pytest.raises(
         UserError,
-        match=r"tokens to train on, of 75 documents of which every tenth is held out, and .* needed: give more text",
+        match=r"tokens to train on, and needs more than 20,000 .*its 75 documents .*: give more text",
     ):
         UserText(tokenizer, [str(corpus)], 20_000)

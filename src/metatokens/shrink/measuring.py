@@ -19,7 +19,7 @@ from metatokens.shrink.answering import answer_logits, is_answered, read
 from metatokens.shrink.lookups import CHAT, KINDS, Asked, Form, Lookups
 from metatokens.tasks.example import Encoded
 
-# Of one form in a text: so naming any value that was stated is right in a sixth of the cases.
+# A text states so many facts of one form. So whoever names any stated value is right in a sixth of the cases.
 FACTS = 6
 ASKED_IN_CHAT = "question"  # the kind whose forms are asked about in a chat
 SEED = 2026  # of all tests

@@ -133,9 +133,9 @@ class UserText:
         for name, prose in (("to train on", self.train), ("held out", self.held_out)):
             if len(prose.ids) <= longest:
                 raise UserError(
-                    f"the text has {len(prose.ids):,} tokens {name}, of {len(documents)} documents of which every "
-                    f"tenth is held out, and more than {longest:,} are needed: give more text with --text, or shorter "
-                    "lengths in tests.texts."
+                    f"the text has {len(prose.ids):,} tokens {name}, and needs more than {longest:,} (every tenth of "
+                    f"its {len(documents)} documents is held out): give more text with --text, or shorter lengths in "
+                    "tests.texts."
                 )
         self.sha256 = sha256_of("\0".join(documents).encode())
         self.entities = {split: Entities.of(documents, split) for split in ("train", "test")}

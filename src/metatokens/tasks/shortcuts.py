@@ -88,7 +88,7 @@ def _with_answers(examples: Sequence[Example]) -> list[tuple[ParsedPrompt, str]]
 def _looked_up(key: Table, answered: Sequence[tuple[ParsedPrompt, str]]) -> Rule:
     """The rule that looks a prompt's key up among prompts with known answers.
 
-    Of equally common answers it gives the first in the alphabet.
+    If several answers are the commonest, it gives the first of these in the alphabet.
     """
     answers_by_key: dict[Hashable, list[str]] = defaultdict(list)
     for prompt, answer in answered:
