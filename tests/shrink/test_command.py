@@ -337,7 +337,7 @@ def test_a_mistake_is_one_sentence_before_anything_is_written(
 def test_a_short_text_is_refused_and_more_is_taken(line, corpus, documents, tmp_path, metatokens):
     short = write_documents(tmp_path / "short.jsonl", documents[:20])
     line_of_short = f"{line.replace(str(corpus), str(short))} --out {tmp_path}/run"
-    assert "needed: give more text with --text" in refused(metatokens, line_of_short)
+    assert "held out): give more text with --text" in refused(metatokens, line_of_short)
     assert not (tmp_path / "run").exists()
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):  # the first step
         metatokens(f"{line_of_short} --text {corpus}")
