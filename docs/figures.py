@@ -132,7 +132,6 @@ KINDS_OF_LOOKUPS = {
 }
 LONG_PROMPTS = {"list_recall": 2048, "segment_counting": 2048, "parity": 2048, "copying": 512}
 TEXT_LENGTHS = (512, 2048, 8192)  # of the texts with facts
-EXCERPTS = {"emma": "Emma", "dracula": "Dracula", "c4": "C4"}  # by the beginning of their names
 
 GREYED = ("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "text.color")
 GREY = "#7d8590"  # which a white and a dark page show
@@ -460,32 +459,8 @@ def full_differences() -> str:
     for label, (arm, reference) in compared.items():
         facts = 100 * (share_found_by_text(arm) - share_found_by_text(reference))
         prose = lost(arm, reference)
-        parts = (plus_minus(prose[prose.index.str.startswith(text)], ".3f") for text in EXCERPTS)
-        rows.append((label, plus_minus(facts, ".1f"), plus_minus(prose, ".3f"), *parts))
-    heads = "facts at 512 tokens, points", "prose, nats", *EXCERPTS.values()
-    return Table("", ("", *heads), rows).markdown()
-
-
-def forgetting_tasks() -> str:
-    """The four tasks, and the best rule that does not do them."""
-    lines = lines_on_forgetting()
-    lines = lines[lines.task.isin(TASKS)]
-    best_shortcut = lines[lines.metric == "shortcut"].sort_values("value").groupby("task").last()
-    by_label = {"the best shortcut": best_shortcut}
-    for label, arm in FORGETTING.items():
-        measured = of_arm(lines, arm)
-        if len(measured):
-            by_label[label] = measured.set_index("task")
-    rows = []
-    for label, by_task in by_label.items():
-        estimates = [100 * by_task.loc[task, ["value", "low", "high"]] for task in TASKS]
-        cells = (
-            f"{estimate.value:.0f} ({estimate.low:.0f} to {estimate.high:.0f})"
-            for estimate in estimates
-        )
-        rows.append((label, *cells))
-    heads = (words("task", task).lower() for task in TASKS)
-    return Table("", ("exactly right, in %", *heads), rows).markdown()
+        rows.append((label, plus_minus(facts, ".1f"), plus_minus(prose, ".3f")))
+    return Table("", ("", "facts at 512 tokens, points", "prose, nats"), rows).markdown()
 
 
 @cache
@@ -598,7 +573,7 @@ FIGURES = {
     for function in (
         answers, differences, tasks, unmarked, more_steps, long_prompts, cost, demo_tasks, added, long_texts,
         covered_recall, covered_parity, covered_cuts,
-        full_differences, forgetting_tasks, shrunk, shrunk_in_short, shrunk_by_kind, shrunk_cost,
+        full_differences, shrunk, shrunk_in_short, shrunk_by_kind, shrunk_cost,
     )
 }  # fmt: skip
 FIGURES |= {
