@@ -46,7 +46,6 @@ AtLeastZero = Annotated[int, Field(ge=0, lt=2**31)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Heads = list[tuple[AtLeastZero, AtLeastZero]]  # pairs of a block and a head in it
 
-MAX_BYTES = 2**16  # of a recipe
 _NEVER = 2**30  # `decay_steps` of a learning rate that stays constant
 _APART = 2**32  # between the indices of two phases' examples; no phase has as many
 _PACKAGED = files("metatokens") / "recipes"
@@ -446,8 +445,7 @@ def _read_yaml(source: str) -> dict[str, Any]:
             f"no recipe at {source}; give a YAML file or one of: {', '.join(recipe_names())}."
         )
     try:
-        with path.open("rb") as file:
-            settings = parse_yaml(file.read(MAX_BYTES + 1))
+        settings = parse_yaml(path.read_bytes())
     except (yaml.YAMLError, OSError) as error:
         raise UserError(f"recipe {source} cannot be read as YAML: {one_line(error)}.") from error
     if not isinstance(settings, dict):
@@ -455,28 +453,19 @@ def _read_yaml(source: str) -> dict[str, Any]:
     return settings
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML's plain values, lists and mappings, without aliases: a few of these can expand beyond all memory."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.composer.ComposerError(
-                None, None, "aliases are not allowed", self.peek_event().start_mark
-            )
-        return super().compose_node(parent, index)
-
-
 def parse_yaml(text: str | bytes) -> Any:
-    """Parse a YAML text of plain values, lists and mappings, no longer than a recipe may be."""
-    if len(text) > MAX_BYTES:
-        raise yaml.YAMLError(f"it has more than {MAX_BYTES:,} bytes")
+    """Parse a YAML text of plain values, lists and mappings.
+
+    Raises:
+        YAMLError: if it is anything else.
+    """
     return copy.deepcopy(_parsed(text))
 
 
 @lru_cache(maxsize=100)  # a plan reads its recipes and overrides hundreds of times
 def _parsed(text: str | bytes) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.safe_load(text)
     except yaml.YAMLError:
         raise
     except Exception as error:  # PyYAML's converters raise others: `!!int x` a ValueError

@@ -32,19 +32,15 @@ def with_fields(folder, target, **fields):
         ("meta_gpt2", {"vocab_size": -5}),
         ("meta_gpt2", {"hidden_size": 10**9}),
         ("meta_gpt2", {"hidden_size": "8"}),
-        ("meta_gpt2", {"num_hidden_layers": 10**12}),
         ("meta_gpt2", {"num_attention_heads": 0}),
         (
             "meta_gpt2",
             {"max_position_embeddings": 10**12, "position_embedding": "learned"},
         ),
         ("gpt2", {"n_embd": 10**6}),
-        ("gpt2", {"n_layer": 10**5}),
         ("gpt2", {"n_positions": 10**12}),
         ("gpt2", {"n_head": -1}),
         ("gpt_neo", {"intermediate_size": 10**12}),
-        ("gpt_neo", {"attention_types": [[["global"], 10**12]]}),
-        ("gpt_neo", {"attention_types": [[["global", "local"], -(10**12)]]}),
     ],
     ids=str,
 )
@@ -64,15 +60,9 @@ def test_impossible_sizes_are_refused_and_nothing_is_allocated(
     "settings",
     [
         ["model.hidden_size=1000000000"],
-        ["model.num_hidden_layers=1000000000"],
         [
             "model.position_embedding=learned",
             "model.max_position_embeddings=2000000000",
-        ],
-        [
-            "model.num_hidden_layers=1001",
-            "model.hidden_size=2",
-            "model.num_attention_heads=1",
         ],
     ],
     ids=str,
@@ -84,7 +74,7 @@ def test_recipes_are_bounded_too(settings, small_store, tmp_path, refuses):
         recipe = load_recipe(PretrainRecipe, "demo", [f"data.tokens={small_store.path}", *settings])
         pretrain(recipe, tmp_path / "out")
 
-    with refuses(r"there is no such model|memory has|layers; allowed are|model\.(hidden|num)_"):
+    with refuses(r"there is no such model|memory has|model\.(hidden|num)_"):
         run()
 
     assert most_memory() - before < 32 * 1024
@@ -131,33 +121,9 @@ def test_a_configuration_that_is_a_bomb(content, models, tmp_path, refuses):
         load_model(folder)
 
 
-def billion_laughs():
-    """Aliases of aliases: eleven lines that stand for 9^11 words."""
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
-    for number in range(1, 12):
-        aliases = ", ".join([f"*a{number - 1}"] * 9)
-        lines.append(f"a{number}: &a{number} [{aliases}]")
-    return "\n".join(lines)
+def test_a_recipe_with_code_is_refused(tmp_path, refuses):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("training: !!python/object/apply:os.abort []")
 
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (billion_laughs(), "aliases are not allowed"),
-        ("training: &a [*a]", "aliases are not allowed"),
-        ("[" * 30_000, "maximum recursion depth exceeded"),
-        ("# a comment\n" * 10_000, "it has more than 65,536 bytes"),
-        (
-            "training: !!python/object/apply:os.abort []",
-            "could not determine a constructor",
-        ),
-        ("training: {max_steps: " + "9" * 5_000 + "}", "Exceeds the limit"),
-    ],
-    ids=["laughs", "endless", "deep", "large", "code", "digits"],
-)
-def test_a_recipe_that_is_a_bomb(text, said, tmp_path, refuses):
-    path = tmp_path / "bomb.yaml"
-    path.write_text(text)
-
-    with refuses(said):
+    with refuses("could not determine a constructor"):
         load_recipe(PretrainRecipe, str(path))

@@ -126,24 +126,19 @@ def write_inputs(folder, payload, recipe):
 
 
 class Written(NamedTuple):
-    """A report of hostile records, and the HTML of one of the same records with plain text."""
+    """A report of hostile records."""
 
     html: str
     markdown: str
-    plain_html: str
 
 
 @pytest.fixture(scope="module", params=["of a run", "of a grid"])
 def report(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hostile")
-    plain = tmp_path_factory.mktemp("plain")
     is_grid = request.param == "of a grid"
     hostile_lines = write_inputs(folder, HOSTILE, "small" if is_grid else f"r {HOSTILE}")
-    plain_lines = write_inputs(plain, "plain", "small" if is_grid else "r plain")
     markdown = write_quick_report(hostile_lines, folder / "report")
-    write_quick_report(plain_lines, plain / "report")
-    html = (folder / "report" / "index.html").read_text()
-    return Written(html, markdown, (plain / "report" / "index.html").read_text())
+    return Written((folder / "report" / "index.html").read_text(), markdown)
 
 
 def test_no_text_becomes_an_address_or_a_handler(report):
@@ -173,14 +168,6 @@ def test_a_page_forbids_scripts(report):
             policies.append(attributes["content"])
 
     assert policies == ["default-src 'none'; img-src data:; style-src 'unsafe-inline'"]
-
-
-def test_a_page_is_the_same_but_for_the_text(report):
-    hostile, plain = Page(report.html), Page(report.plain_html)
-
-    hostile_tags = [(tag, sorted(attributes)) for tag, attributes in hostile.elements]
-    plain_tags = [(tag, sorted(attributes)) for tag, attributes in plain.elements]
-    assert hostile_tags == plain_tags
 
 
 def test_markdown_has_no_elements_but_its_own(report):
