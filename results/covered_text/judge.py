@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from metatokens.tasks import list_recall
 from results.seeds import SMALLEST, Mean, header, holm, row
 
 MODELS = ("pause", "twin", "meta", "block-text")
@@ -20,6 +21,7 @@ MAIN = [
     for task in ("list_recall", "parity", "segment_counting")
     for other in ("pause", "twin")
 ]
+FROM_QUESTION = "question reads landmarks"  # the edges of a cut
 LEARNED = 0.8  # with the text in sight: a model below has not learned the task
 KEY = [
     "model",
@@ -72,21 +74,19 @@ class Lines:
         )
         return values[is_asked].droplevel(["model", "task"])
 
-    def difference(
-        self, model: str, other: str, task: str, *, learned: bool, **where: object
-    ) -> Mean:
-        """One model minus another, by seed; only seeds that both have learned, if asked for."""
-        difference = (
-            self.by_seed(model, task, **where) - self.by_seed(other, task, **where)
-        ).dropna()
-        if learned:
-            seeds = [
-                seed
-                for seed in difference.index
-                if {(model, seed, task), (other, seed, task)} <= self.learned
-            ]
-            difference = difference[difference.index.isin(seeds)]
-        return Mean.of(difference.tolist(), (0.0, SMALLEST, -SMALLEST))
+    def difference(self, model: str, other: str, task: str, **where: object) -> pd.Series:
+        """One model minus another, by seed."""
+        difference = self.by_seed(model, task, **where) - self.by_seed(other, task, **where)
+        return difference.dropna()
+
+    def effect(self, by_seed: pd.Series, task: str, *models: str) -> Mean:
+        """The mean over the seeds in which these models have learned the task."""
+        learned = [
+            value
+            for seed, value in by_seed.items()
+            if all((model, seed, task) in self.learned for model in models)
+        ]
+        return Mean.of(learned, (0.0, SMALLEST, -SMALLEST))
 
     def shortcut(self, task: str, condition: str, length: int) -> float:
         """The best rule that does not do the task."""
@@ -111,6 +111,7 @@ def main() -> None:
     for table in (
         accuracy_table,
         main_claims,
+        explanations,
         cut_table,
         marker_table,
         facts_table,
@@ -139,11 +140,15 @@ def accuracy_table(lines: Lines) -> list[str]:
 def main_claims(lines: Lines) -> list[str]:
     """The six main claims: `meta` minus another model, covered, in points; seeds that both have learned, and all."""
     rows = header("task, minus", "learned in sight", "verdict", "holds after Holm", "all seeds")
-    effects = {pair: lines.difference("meta", pair[1], pair[0], learned=True) for pair in MAIN}
+    differences = {(task, other): lines.difference("meta", other, task) for task, other in MAIN}
+    effects = {
+        (task, other): lines.effect(difference, task, "meta", other)
+        for (task, other), difference in differences.items()
+    }
     holding = holm(effects)
     for task, other in MAIN:
         effect = effects[task, other]
-        everyone = lines.difference("meta", other, task, learned=False)
+        everyone = lines.effect(differences[task, other], task)
         told = (
             "-"
             if effect.verdict == "cannot be told"
@@ -161,6 +166,54 @@ def main_claims(lines: Lines) -> list[str]:
     return rows
 
 
+def explanations(lines: Lines) -> list[str]:
+    """The explanations, in points: list recall, covered, 128 tokens, or as named; seeds that were learned."""
+    recall = "list_recall"
+    meta, twin = (lines.by_seed(model, recall) for model in ("meta", "twin"))
+    cut_from_question = lines.by_seed("meta", recall, cut=f"{FROM_QUESTION}, second attention")
+    cut_in_first = lines.by_seed("meta", recall, cut=f"{FROM_QUESTION}, first attention")
+    cut_from_text = lines.by_seed("meta", recall, cut="landmark reads text, first attention")
+    masked = lines.by_seed("twin", recall, cut="second attention among meta-tokens alone")
+    marked = lines.by_seed("meta", recall, condition="landmark")
+    effects = {
+        "1. question cut from landmarks, second attention": (cut_from_question - meta, "meta"),
+        "1. the same, first attention": (cut_in_first - meta, "meta"),
+        "2. landmark cut from the text, minus guessing": (
+            cut_from_text - list_recall.CHANCE,
+            "meta",
+        ),
+        "3. `twin` with the mask": (masked - twin, "twin"),
+        "4. in `landmark`, minus the best shortcut": (
+            marked - lines.shortcut(recall, "landmark", 128),
+            "meta",
+        ),
+        "5. `block-text` minus `meta`": (
+            lines.difference("block-text", "meta", recall),
+            "block-text",
+            "meta",
+        ),
+    }
+    for facts in (2, 4, 8):
+        condition = f"facts_{facts}"
+        held = lines.by_seed("meta", recall, condition=condition)
+        shortcut = lines.shortcut(recall, condition, 128)
+        effects[f"6. {facts} facts, minus the best shortcut"] = held - shortcut, "meta"
+    for other in ("pause", "twin"):
+        tuned = lines.by_seed(other, recall, brief_steps=500.0)
+        effects[f"7. {other} after 500 steps, minus meta"] = (tuned - meta).dropna(), other, "meta"
+    rows = header("explanation", "points", "verdict")
+    for name, (by_seed, *models) in effects.items():
+        effect = lines.effect(by_seed, recall, *models)
+        rows.append(row(name, effect.shown(signed=True), effect.verdict))
+    for task, other in MAIN:
+        for length in (256, 512):
+            longer = lines.difference("meta", other, task, length=length)
+            effect = lines.effect(longer, task, "meta", other)
+            name = f"8. meta minus {other}, {task}, {length} tokens"
+            rows.append(row(name, effect.shown(signed=True), effect.verdict))
+    return rows
+
+
 def cut_table(lines: Lines) -> list[str]:
     """Covered, 128 tokens: exact match in % without some edges, in all layers; seeds that the model has learned."""
     cuts = sorted(set(lines.accuracy.index.get_level_values("cut")))
@@ -169,11 +222,7 @@ def cut_table(lines: Lines) -> list[str]:
     for cut in cuts:
         cells = []
         for model, task in columns:
-            values = lines.by_seed(model, task, cut=cut)
-            learned = [
-                value for seed, value in values.items() if (model, seed, task) in lines.learned
-            ]
-            cells.append(Mean.of(learned).shown())
+            cells.append(lines.effect(lines.by_seed(model, task, cut=cut), task, model).shown())
         rows.append(row(cut or "none", *cells))
     return rows
 
@@ -206,27 +255,14 @@ def condition_rows(lines: Lines, task: str, conditions: Sequence[str]) -> list[s
 
 
 def brief_table(lines: Lines) -> list[str]:
-    """List recall, covered, after further training with covered text: exact match in %; `meta` has none."""
-    rows = header("further steps", "pause", "twin", "meta", "meta minus pause", "meta minus twin")
-    meta = lines.by_seed("meta", "list_recall")
+    """List recall, covered, after further training with covered text: exact match in %; all seeds."""
+    rows = header("further steps", "pause", "twin")
     for steps in ("", 50.0, 200.0, 500.0):
-        tuned = {
-            model: lines.by_seed(model, "list_recall", brief_steps=steps)
+        cells = [
+            Mean.of(lines.by_seed(model, "list_recall", brief_steps=steps).tolist()).shown()
             for model in ("pause", "twin")
-        }
-        cells = [Mean.of(values.tolist()).shown() for values in tuned.values()]
-        differences = [
-            Mean.of((meta - values).dropna().tolist()).shown(signed=True)
-            for values in tuned.values()
         ]
-        rows.append(
-            row(
-                str(steps or 0),
-                *cells,
-                Mean.of(meta.tolist()).shown() if not steps else "",
-                *differences,
-            )
-        )
+        rows.append(row(str(steps or 0), *cells))
     return rows
 
 
