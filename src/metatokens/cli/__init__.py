@@ -82,7 +82,8 @@ def main(command: typer.Typer = app) -> None:
     except (UserError, UsageError) as error:
         if "--debug" in sys.argv:
             raise
-        if sentence := _sentence(error):
+        sentence = _sentence(error)
+        if sentence:
             print(f"metatokens: {sentence}", file=sys.stderr)
         sys.exit(2)
     if status == INTERRUPTED:

@@ -39,22 +39,27 @@ _BEHIND_TEXT = b"|".join(
     rb"(?<=[^\s\xff]%b{%d}\n)" % (_BLANK, blanks) for blanks in range(_BLANKS + 1)
 )
 _LINE = rb"\n(?:" + _BEHIND_TEXT + rb")"
-_ABBREVIATED = rb"(?<!(?<!['\x80-\xfe])\b[A-Za-z]\.)" + b"".join(
+_NOT_ABBREVIATED = rb"(?<!(?<!['\x80-\xfe])\b[A-Za-z]\.)" + b"".join(
     rb"(?<!\b%s\.)" % title for title in (b"Mr", b"Mrs", b"Ms", b"Dr", b"St", b"Prof")
 )
 _CLOSING = b"(?:%s){0,3}" % "|".join(map(re.escape, "\"')]\u2019\u201d»」』")).encode()
-# Each pattern begins with a set of bytes, which `re` finds quickly; `…`, `。`, `！` and `？` have three bytes.
+# `…`, `。`, `！` and `？` have three bytes. The pattern begins with a set of first bytes, which `re` finds quickly.
+_SENTENCE = rb"""
+    [.!?\xe2\xe3\xef]
+    (?:
+        (?: (?<=\.) %(not_abbreviated)b | (?<=[!?]) | (?<=\xe2)\x80\xa6 )  # . ! ? or an ellipsis
+        %(closing)b
+        (?= \xff*\s (?![a-z]) | \Z )  # then white space, but not a single one before a-z
+      |
+        (?: (?<=\xe3)\x80\x82 | (?<=\xef)\xbc[\x81\x9f] )  # the same of full width
+        %(closing)b
+    )
+"""
 _ENDS = {
     "line": re.compile(_LINE),
     "paragraph": re.compile(_LINE + rb"%b{0,%d}\n" % (_BLANK, _BLANKS)),
     "sentence": re.compile(
-        rb"[.!?\xe2\xe3\xef](?:"
-        rb"(?:(?<=\.)"
-        + _ABBREVIATED
-        + rb"|(?<=[!?])|(?<=\xe2)\x80\xa6)"
-        + _CLOSING
-        + rb"(?=\xff*\s(?![a-z])|\Z)|"
-        rb"(?:(?<=\xe3)\x80\x82|(?<=\xef)\xbc[\x81\x9f])" + _CLOSING + rb")"
+        _SENTENCE % {b"not_abbreviated": _NOT_ABBREVIATED, b"closing": _CLOSING}, re.VERBOSE
     ),
 }
 

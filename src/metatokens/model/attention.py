@@ -281,19 +281,21 @@ class MetaAttention(Attention):
         text gets a weight of exactly 0, since a meta-token sees itself at least. An engine's pages have no room for it:
         there, a key whose features are all `TEXT_KEY` is text, and gets the feature when it is read.
         """
-        is_meta, size = is_meta[:, None, :, None], q.shape[-1]
+        is_meta = is_meta[:, None, :, None]
         is_text = ~is_meta
-        if (pages := engine.pop("cache", None)) is not None:
+        pages = engine.pop("cache", None)
+        if pages is not None:
             k, v, engine = put_into_pages(
                 pages, k.masked_fill(is_text, TEXT_KEY), v, self.layer_idx, engine
             )
             is_text = (k == TEXT_KEY).all(dim=-1, keepdim=True)
             k = k.masked_fill(is_text, 0.0)
         feature = torch.zeros_like(k[..., :1]).masked_fill(is_text, TEXT_FEATURE)
-        rest = 7 - size % 8  # zeros: kernels take sizes that are multiples of 8
-        q = pad(pad(q, (0, 1), value=1.0), (0, rest))
-        k = pad(torch.cat([k, feature], dim=-1), (0, rest))
-        v = pad(v, (0, 1 + rest))
+        head_size = q.shape[-1]
+        zeros = 7 - head_size % 8  # kernels take sizes that are multiples of 8
+        q = pad(pad(q, (0, 1), value=1.0), (0, zeros))
+        k = pad(torch.cat([k, feature], dim=-1), (0, zeros))
+        v = pad(v, (0, 1 + zeros))
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
         if mask is not None and mask.dtype != torch.bool:
@@ -301,4 +303,4 @@ class MetaAttention(Attention):
         out, weights = attend(self, q, k, v, mask, scaling=self.scaling, **engine)
         if weights is not None:
             weights = weights * is_meta
-        return linear(self.out_proj, out[..., :size].flatten(2)), weights
+        return linear(self.out_proj, out[..., :head_size].flatten(2)), weights

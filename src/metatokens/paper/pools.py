@@ -94,7 +94,8 @@ _reports: Any = None  # in a worker process: the queue for reports of progress
 def _start_worker(reports: Any, left: Any) -> None:
     global _reports
     _reports = reports
-    if (gpu := left.get()) is not None:  # workers that see several GPUs would all use the first
+    gpu = left.get()
+    if gpu is not None:  # workers that see several GPUs would all use the first
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     end_with_parent()
     keep_freed_memory()

@@ -71,25 +71,35 @@ def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     _check_depth(decoder)
     if not (torch.compiler.is_compiling() or decoder.meta_has_trained):
         _look_at_first_step(decoder, is_meta, input_ids)
-    cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
-    if cache is not None and decoder.meta_settings.layers:
-        # A cache of a fixed size gets further layers.
-        add_second_layers(cache, decoder.meta_cache_layers)
+    # The attention function may have been changed since the last pass.
     has_full_heads = bool(full_heads_by_block(decoder.meta_config))
     set_attention_by_heads(decoder.config, has_full_heads=has_full_heads)
+    cache = _cache_with_room(decoder, kwargs)
     makes_cache = _makes_cache(decoder, kwargs)
     form = meta_attention_form(cache, engine_of(kwargs), makes_cache=makes_cache, has_places=False)
-    if form == "dense":
-        visibility = _visibility(decoder, is_meta, kwargs, cache, form)
-    else:
-        visibility = _visibility_outside_graph(decoder, is_meta, kwargs, cache, form)
+    see = _visibility if form == "dense" else _visibility_outside_graph
+    visibility = see(decoder, is_meta, kwargs, cache, form)
     masks = _masks_of_blocks(decoder, visibility)
+    _tell_blocks(decoder, visibility, masks)
+    return args, kwargs | _inputs_of_base(visibility, masks, kwargs)
+
+
+def _cache_with_room(decoder: Any, kwargs: dict[str, Any]) -> Cache | None:
+    """The cache among the inputs, if there is one; a cache of a fixed size gets layers for meta-attention."""
+    cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
+    if cache is not None and decoder.meta_settings.layers:
+        add_second_layers(cache, decoder.meta_cache_layers)
+    return cache
+
+
+def _tell_blocks(decoder: Any, visibility: Visibility, masks: tuple[Any, ...]) -> None:
+    """Put into the pass what the blocks of this decoder read from it."""
     running: Any = current().running
-    if decoder.config._attn_implementation in ("sdpa", "eager", "flex_attention"):
-        running.sequences = visibility.sequences  # shown by the mask of the first block
     running.context = _context(decoder, visibility)
     running.masks = None if len(masks) < 2 else masks
-    return args, kwargs | _inputs_of_base(visibility, masks, kwargs)
+    if decoder.config._attn_implementation in ("sdpa", "eager", "flex_attention"):
+        # The first block checks by its mask that the base keeps them apart.
+        running.sequences = visibility.sequences
 
 
 def _masks_of_blocks(decoder: Any, visibility: Visibility) -> tuple[Any, ...]:

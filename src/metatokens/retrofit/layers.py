@@ -150,12 +150,8 @@ class MetaBlock(nn.Module):
                 raise UserError(_OUTSIDE)
             return super().__call__(*args, **kwargs)
         if running.sequences is not None:
-            joined = _are_joined(running.sequences, (*args, *kwargs.values()))
-            if torch.compiler.is_compiling():  # the graph checks it when it runs
-                torch._assert_async(~joined, _JOINED)
-            elif bool(joined):
-                raise UserError(_JOINED)
-            running.sequences = None
+            _refuse_joined(running.sequences, (*args, *kwargs.values()))
+            running.sequences = None  # the other blocks have the same mask
         if running.masks is not None:
             args, kwargs = self._with_mask(running.masks, args, kwargs)
         # Not in `forward`, which activation checkpointing runs again, after the pass.
@@ -224,6 +220,15 @@ def run_new_forward(module: Any) -> None:
     """
     if "_old_forward" in vars(module):
         module._old_forward = functools.partial(type(module).forward, module)
+
+
+def _refuse_joined(sequences: Tensor, inputs: tuple) -> None:
+    """Refuse a base whose blocks let packed sequences see one another; a graph refuses it when it runs."""
+    joined = _are_joined(sequences, inputs)
+    if torch.compiler.is_compiling():
+        torch._assert_async(~joined, _JOINED)
+    elif bool(joined):
+        raise UserError(_JOINED)
 
 
 def _are_joined(sequences: Tensor, inputs: tuple) -> Tensor:
