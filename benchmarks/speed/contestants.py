@@ -14,8 +14,8 @@ from benchmarks.speed.cost import Product, decode_bytes, flops, forward_products
 from benchmarks.speed.peers import PEERS, SHAPES, Peer, ShapeName
 from metatokens.data.insertion import IGNORED_LABEL, insert_meta_tokens, meta_token_count
 from metatokens.errors import UserError
-from metatokens.model.attention import FEW_ROWS, linear
 from metatokens.model.configuration import MetaGPT2Config
+from metatokens.model.linear import FEW_ROWS, linear
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.paper.records import Benchmark
 from metatokens.recipe import Device, Dtype

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache, GPT2Config, GPT2LMHeadModel
 
-from metatokens.model.attention import AttentionFunction, CausalAttention, linear
+from metatokens.model.attention import AttentionFunction, CausalAttention
 from metatokens.model.cache import Entries
 from metatokens.model.configuration import MetaGPT2Config
+from metatokens.model.linear import linear
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import Rotary
 from metatokens.model.rows import GatheredRows

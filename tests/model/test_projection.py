@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from metatokens.model.attention import FEW_ROWS, linear
+from metatokens.model.linear import FEW_ROWS, linear
 from tests.model.agreement import assert_close
 from tests.numbers import ROUNDED_DOUBLE
 

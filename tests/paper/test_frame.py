@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from metatokens.errors import UserError
-from metatokens.paper.frame import learned_from, learning_curves, load
+from metatokens.paper.frame import learning_curves, load
 from tests.paper.report.made_lines import (
     accuracy,
     inner,
@@ -73,7 +73,7 @@ def test_text_windows_and_recipes_of_no_preset_are_models_of_their_own(read):
         "meta, window 256",
     ]
     assert inputs.measured()["model"].tolist() == names
-    assert inputs.measured(metric="log_steps_to_learn")["model"].tolist() == ["meta, mine/a"]
+    assert inputs.curves["model"].tolist() == ["meta, mine/a"]
 
 
 def test_an_accuracy_has_what_a_constant_answer_and_the_best_shortcut_score(read):
@@ -103,33 +103,14 @@ def curve(*accuracies, **fields):
     ]
 
 
-def test_steps_to_learn_are_counted_to_the_budget_of_every_run(read):
-    stays_from_400_on = curve(0.5, 0.95, 0.6, 0.9, 0.92)
-    never = curve(0.5, 0.5, 0.5, 0.5, 0.5, 0.5, seed=11)
-    at_once = curve(0.95, 0.95, 0.95, 0.95, model="gpt2")  # trained 400 steps
-    other_task = curve(0.2, 0.95, task="copying")
-    not_counted = [*curve(0.1, train_length=512), *curve(0.99, recipe="small/landmark")]
+def test_curves_are_those_of_plain_runs_at_the_first_train_length(read):
+    not_drawn = [*curve(0.1, train_length=512), *curve(0.99, recipe="small/landmark")]
 
-    inputs = read(
-        [accuracy(0.5)],
-        curves=stays_from_400_on + never + at_once + other_task + not_counted,
-    )
+    inputs = read([accuracy(0.5)], curves=[*curve(0.5, 0.95), *curve(0.2, seed=11), *not_drawn])
 
-    steps = {}
-    for row in inputs.measured(metric="log_steps_to_learn").to_dict("records"):
-        steps[row["task"], row["model"], row["seed"]] = (
-            round(math.exp(row["value"])),
-            round(math.exp(row["chance"])),
-        )
-    assert steps == {
-        ("copying", "meta", 10): (200, 200),
-        ("parity", "gpt2", 10): (100, 400),
-        ("parity", "meta", 10): (400, 400),
-        ("parity", "meta", 11): (400, 400),
-    }
     drawn = learning_curves(inputs.curves)
-    assert learned_from(drawn["parity", "meta", "rope", 10]) == 400
-    assert learned_from(drawn["parity", "meta", "rope", 11]) == math.inf
+    accuracies = {seed: points["exact_match"].tolist() for (*_, seed), points in drawn.items()}
+    assert accuracies == {10: [0.5, 0.95], 11: [0.2]}
 
 
 def test_a_distortion_at_a_rate_is_the_mean_of_a_runs_fits(read):

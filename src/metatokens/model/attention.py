@@ -17,7 +17,7 @@ Both leave the rows of text unchanged.
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, TypedDict, TypeGuard
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager
 
 from metatokens.model.cache import Entries, SecondStore
 from metatokens.model.configuration import MetaGPT2Config
+from metatokens.model.linear import linear, residual_linear
 from metatokens.model.paged_cache import TEXT_KEY, put_into_pages
 from metatokens.model.positions import Rotary
 from metatokens.model.rows import TEXT_FEATURE, DenseRows, GatheredRows
 
-FEW_ROWS = 128
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]  # as transformers defines them
 
 
@@ -59,56 +59,6 @@ class MetaAttentionKwargs(AttentionKwargs):
     """The same for meta-attention, and the rows that it sees."""
 
     rows: GatheredRows | DenseRows
-
-
-def linear(layer: nn.Module, x: Tensor) -> Tensor:
-    """Apply a linear layer, (..., in features) -> (..., out features), fast for few rows too, as in decoding.
-
-    For one row x, MKL computes x W^T on one core, and for two rows it takes twice as long. W X^T with two columns or
-    more runs on all cores, at the speed of memory (benchmarks/LOG.md). From about 128 rows on, both are equally fast.
-    A layer that was replaced, quantised or given a hook is called as usual.
-    """
-    if not _is_plain_linear(layer, x):
-        return layer(x)
-    rows = x.numel() // layer.in_features
-    if not 0 < rows <= FEW_ROWS:
-        return layer(x)
-    columns = x.reshape(rows, -1)
-    if rows == 1:
-        columns = torch.cat([columns, columns])
-    product = torch.mm(layer.weight, columns.t()).t()[:rows]
-    if layer.bias is not None:
-        product = product + layer.bias
-    return product.contiguous().view(*x.shape[:-1], layer.out_features)
-
-
-def _is_plain_linear(layer: nn.Module, x: Tensor) -> TypeGuard[nn.Linear]:
-    """Whether calling the layer does nothing but an MKL product."""
-    if (
-        torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or torch.is_autocast_enabled(x.device.type)
-    ):
-        return False
-    is_plain = (
-        type(layer) is nn.Linear
-        and type(layer.weight) is nn.Parameter
-        and "forward" not in vars(layer)
-    )
-    has_hooks = layer._forward_hooks or layer._forward_pre_hooks
-    return (
-        is_plain
-        and not has_hooks
-        and x.device.type == "cpu"
-        and x.dtype in (torch.float32, torch.float64)
-    )
-
-
-def residual_linear(in_features: int, out_features: int, *, bias: bool) -> nn.Linear:
-    """A layer that writes to the residual stream; GPT-2 scales its initial weights down with depth."""
-    layer = nn.Linear(in_features, out_features, bias=bias)
-    vars(layer)["writes_to_residual"] = True
-    return layer
 
 
 class Attention(nn.Module):
@@ -184,7 +134,7 @@ class CausalAttention(Attention):
         if store is not None:
             k, v = store.update(k, v, self.layer_idx, kwargs=engine)
         if cache is not None and isinstance(mask, Tensor):  # not the block mask of flex attention
-            # PEFT's learned prefixes are keys of the first module alone.
+            # It was made for the first module, which may have the keys of a prefix of PEFT too, before all others.
             mask = mask[..., -k.shape[2] :]
         out, weights = attend(self, q, k, v, mask, scaling=self.scaling, dropout=0.0, **engine)
         return linear(self.out_proj, out.flatten(2)), weights

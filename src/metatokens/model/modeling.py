@@ -48,13 +48,12 @@ from metatokens.model.attention import (
     CausalAttention,
     MetaAttention,
     MetaAttentionKwargs,
-    linear,
-    residual_linear,
 )
 from metatokens.model.cache import add_second_stores
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.generation import MetaTokenGenerationMixin, register_architecture
 from metatokens.model.labels import scored_labels, without_meta_tokens
+from metatokens.model.linear import linear, residual_linear
 from metatokens.model.paged_cache import engine_of
 from metatokens.model.positions import Rotary, packed_sequences
 from metatokens.model.releases import CACHE, CACHE_NAMES, cache_among
@@ -102,14 +101,11 @@ class MetaGPT2Block(GradientCheckpointingLayer):
         self.second_attention: MetaAttention | CausalAttention | None = None
         if config.second_attention != "none":
             self.second_norm = layer_norm(config)
+        further_layer = config.num_hidden_layers + layer_index  # of the cache
         if config.second_attention == "meta":
-            self.second_attention = MetaAttention(
-                config, layer_index, config.num_hidden_layers + layer_index
-            )
+            self.second_attention = MetaAttention(config, layer_index, further_layer)
         elif config.second_attention == "causal":
-            self.second_attention = CausalAttention(
-                config, config.num_hidden_layers + layer_index, second=True
-            )
+            self.second_attention = CausalAttention(config, further_layer, second=True)
         for module in (self.attention, self.second_attention):
             if module is not None:
                 module.is_rotated = config.rope_layers is None or layer_index in config.rope_layers

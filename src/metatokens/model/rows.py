@@ -134,9 +134,8 @@ class GatheredRows(NamedTuple):
         """
         is_bool = mask.dtype == torch.bool
         seen, unseen = (True, False) if is_bool else (0.0, torch.finfo(mask.dtype).min)
-        columns = gather_rows(
-            self.gather(mask).transpose(-1, -2), key_slots.clamp(min=0)
-        ).transpose(-1, -2)
+        key_columns = key_slots.clamp(min=0)[:, None, None, :]
+        columns = torch.take_along_dim(self.gather(mask), key_columns, dim=-1)
         columns = columns.masked_fill((key_slots < 0)[:, None, None, :], unseen)
         # A padded query that sees nothing gives NaN.
         return columns.masked_fill(~self.valid[:, None, :, None], seen)

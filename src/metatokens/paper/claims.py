@@ -47,7 +47,7 @@ class Claim(BaseModel):
     over: tuple[Fields, ...]
     scaled: bool = False
     kind: Kind = "gain"
-    unit: Literal["points", "percent", "nats", "logits", "cosine", "steps", "times"] = "points"
+    unit: Literal["points", "percent", "nats", "logits", "cosine", "times"] = "points"
     smallest: float = 0.05
     universal: bool = False
     by_construction: bool = False
@@ -92,7 +92,7 @@ class Setting:
     Args:
         fields: what it fixes: a task, lengths, and the like.
         means: the mean over runs of each figure, in the order of `Claim.figures`.
-        left_out: why it does not count: "both guess", "both exceed 98 %" or "neither learns"; empty where it counts.
+        left_out: why it does not count: "both guess" or "both exceed 98 %"; empty where it counts.
     """
 
     fields: Fields
@@ -211,7 +211,7 @@ def _strata(inputs: Inputs, claim: Claim, b: Side, over: Fields) -> Iterator[Mea
     for stratum_values in product(*(over[key] for key in stratum_keys)):
         fields = dict(zip(stratum_keys, stratum_values, strict=True))
         settings: list[Setting] = []
-        counted = [scores[:0]]
+        counted: list[pd.DataFrame] = []
         for setting_values, rows in select(scores, **fields).groupby(keys):
             means = rows.groupby("figure")["value"].mean().to_numpy()
             left_out = _why_left_out(claim, means, rows["chance"].iloc[0])
@@ -220,9 +220,9 @@ def _strata(inputs: Inputs, claim: Claim, b: Side, over: Fields) -> Iterator[Mea
             )
             if not left_out:
                 counted.append(rows)
-        complete = _complete(pd.concat(counted), len(counted) - 1)
+        complete = _complete(pd.concat([scores[:0], *counted]), len(counted))
         is_whole = complete["figure"].nunique() == len(claim.figures(b))
-        if settings and (is_whole or len(counted) == 1):
+        if settings and (is_whole or not counted):
             yield _stratum(claim, b, fields, settings, complete)
 
 
@@ -239,16 +239,17 @@ def _scores(inputs: Inputs, claim: Claim, b: Side, over: Fields, keys: list[str]
             lists[key] = [length // inputs.scale for length in over[key]]
     figures = claim.figures(b)
     trainings = [tuple(fields.get(key) for key in _TRAINING) for _, fields in figures]
+    measured = [_measured(inputs, claim, {**lists, **fields}) for _, fields in figures]
+    settings = measured[0][keys].drop_duplicates()
     in_settings: list[pd.DataFrame] = []
     for figure, (sign, fields) in enumerate(figures):
-        rows = _measured(inputs, claim, {**lists, **fields})
-        if figure == 0:
-            settings = rows[keys].drop_duplicates()
-        rows = rows.assign(
+        rows = measured[figure].assign(
             figure=figure,
             sign=sign,
             training=trainings.index(trainings[figure]),
-            prompts=rows["task"] + rows["condition"] + rows["length"].fillna(0).astype(str),
+            prompts=lambda rows: (
+                rows["task"] + rows["condition"] + rows["length"].fillna(0).astype(str)
+            ),
         )
         # A side that fixes one of the keys, such as a train length, has that figure in all settings.
         fixed = [key for key in keys if key in fields]
@@ -284,8 +285,6 @@ def _on_common_prompts(scores: pd.DataFrame) -> pd.DataFrame:
 
 def _why_left_out(claim: Claim, means: np.ndarray, chance: float) -> str:
     """Why a setting does not count, by the means of its figures; the first two are of the sides themselves."""
-    if claim.metric == "log_steps_to_learn":
-        return "neither learns" if (means >= chance).all() else ""
     if claim.metric != "exact_match" or len(means) == 1:
         return ""
     if (means[:2] <= chance + GUESSES).all():

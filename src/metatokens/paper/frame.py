@@ -28,11 +28,10 @@ Run = tuple[str, str, str, int]
 
 PRESETS = get_args(PresetName)
 GRIDS = ("small", "gpu", "paper")  # the presets whose figures are set next to the paper's
-LEARNED = 0.9  # of the test prompts: a task is learned from the first point on from which accuracy stays there
 SPEEDS = ("prefill", "decode")  # benchmarks that the paper has figures of
 RATES = (0.5, 1.0, 2.0, 4.0)  # nats, at which distortions are compared
 # Metrics that no line has.
-DERIVED = ("log_steps_to_learn", "distortion_at_rate", "slowdown")
+DERIVED = ("distortion_at_rate", "slowdown")
 METRICS = {*get_args(Metric), *get_args(AnalysisMetric), *DERIVED}
 
 _NUMBERS = (
@@ -49,7 +48,6 @@ _PLAIN: Mapping[str, Fields] = {
     "exact_match": _ACCURACY,
     "token_accuracy": _ACCURACY,
     "perplexity": {"variant": "", "text": "held_out"},
-    "log_steps_to_learn": {"variant": ""},
 }
 
 
@@ -116,9 +114,7 @@ def load(paths: Sequence[Path]) -> Inputs:
     is_analysis_of_variant = (figures["variant"] != "") & (figures["analysis"] != "")
     figures = _with_floors(figures[~is_analysis_of_variant])
     curves = _named(_typed(_rows(read.points, CurvePoint)))
-    derived = pd.DataFrame(
-        [*_steps_to_learn(curves), *distortions(figures, RATES), *_slowdowns(read.timings)]
-    )
+    derived = pd.DataFrame([*distortions(figures, RATES), *_slowdowns(read.timings)])
     figures = _typed(pd.concat([figures, derived]))
     return Inputs(figures, curves, grid, read)
 
@@ -166,13 +162,6 @@ def learning_curves(curves: pd.DataFrame) -> dict[Run, pd.DataFrame]:
     points = trained_to(points, points.groupby(_RUN)["train_length"].transform("min"))
     points = points.drop_duplicates([*_RUN, "step"], keep="last").sort_values("step")
     return {(*setting, int(seed)): curve for (*setting, seed), curve in points.groupby(_RUN)}
-
-
-def learned_from(points: pd.DataFrame) -> float:
-    """Steps to the first point of a curve from which accuracy is never below `LEARNED`; infinite if there is none."""
-    is_learned = points["exact_match"] >= LEARNED
-    stays_learned = is_learned[::-1].cummin()[::-1]
-    return float(min(points["step"][stays_learned], default=np.inf))
 
 
 def distortions(figures: pd.DataFrame, rates: Sequence[float]) -> Iterator[Fields]:
@@ -260,31 +249,6 @@ def _with_floors(figures: pd.DataFrame) -> pd.DataFrame:
     matches["chance"] = matches["chance"].fillna(matches.pop("constant"))
     others = figures[figures["metric"] != "exact_match"]
     return pd.concat([others, matches], ignore_index=True)
-
-
-def _steps_to_learn(curves: pd.DataFrame) -> Iterator[Fields]:
-    """`log_steps_to_learn`: log(min(steps until the task is learned, tau)), tau the steps that every run was trained.
-
-    The runs are those of the task and the positions, so that none is censored before tau. `chance` is log(tau), and
-    `exact_match` the accuracy in the end.
-    """
-    by_run = learning_curves(curves)
-    trained: dict[tuple[str, str], list[float]] = {}
-    for (task, _, positions, _), points in by_run.items():
-        trained.setdefault((task, positions), []).append(points["step"].iloc[-1])
-    for (task, model, positions, seed), points in by_run.items():
-        tau = min(trained[task, positions])
-        yield {
-            "metric": "log_steps_to_learn",
-            "task": task,
-            "model": model,
-            "position_embedding": positions,
-            "seed": seed,
-            "n": points["n"].max(),
-            "value": np.log(min(learned_from(points), tau)),
-            "chance": np.log(tau),
-            "exact_match": points["exact_match"].iloc[-1],
-        }
 
 
 def _slowdowns(timings: Sequence[Timing]) -> Iterator[Fields]:

@@ -37,7 +37,8 @@ class Stratum:
     Args:
         task: strata of one task share its weight.
         samples: for each side that was trained on its own, the scores of its runs by seed; those of the side that the
-            claim subtracts are negative. A comparison within the same runs is one sample, of the runs' differences.
+            claim subtracts are negative. All strata of a claim have the sides in the same order. A comparison within
+            the same runs is one sample, of the runs' differences.
         constant: what else the difference holds: a bound that the claim names, or a measured time.
         prompts: the variance of the difference from the draw of the test prompts.
     """

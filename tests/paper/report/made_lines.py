@@ -361,7 +361,7 @@ def _other_results() -> list[Line]:
 
 
 def _curves() -> list[Line]:
-    """How soon three runs learn."""
+    """The learning curves of three runs."""
     curves = []
     for (model, seed), steps_needed in {
         ("gpt2", 0): 900,

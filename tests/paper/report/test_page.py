@@ -132,8 +132,8 @@ def test_a_claim_that_one_task_supports_says_so(read):
 def test_amounts():
     assert overview.amount(Effect(0.112, 0.04, 0.184), "points") == "+11.2 points (+4.0 to +18.4)"
     assert overview.amount(Effect(-0.5), "nats") == "\u22120.50 nats"
-    fewer = Effect(-log(0.8), -log(0.9), -log(0.5))
-    assert overview.amount(fewer, "steps") == "\u221220 % steps (\u221250 to \u221210)"
+    lower = Effect(-log(0.8), -log(0.9), -log(0.5))
+    assert overview.amount(lower, "percent") == "\u221220.0 % perplexity (\u221250.0 to \u221210.0)"
     assert overview.amount(Effect(-log(1.049)), "percent") == "+4.9 % perplexity"
     assert overview.amount(Effect(), "points") == "\u2013"
 
@@ -211,7 +211,7 @@ def test_every_section_of_a_grid_has_its_heading(grid_page):
         "Other prompts",
         "Trained among landmarks",
         "Other recipes",
-        "How soon",
+        "Learning curves",
         "Without position, without embedding, with noise",
         "Sharper attention",
         "Cached context",

@@ -1,15 +1,14 @@
 """The engine of the tables, against a slow reader of the lines: plain Python, Student's t from a printed table."""
 
-from math import exp, log, sqrt
+from math import sqrt
 from statistics import fmean, stdev
 
 import pandas as pd
 from markupsafe import Markup
 
-from metatokens.paper.report.make_table import Cell, Table, labelled, make_table, pivot
+from metatokens.paper.report.make_table import Table, labelled, make_table, pivot
 from metatokens.paper.report.tables import Tables
-from metatokens.paper.report.text import FORMS, Form
-from tests.paper.report.made_lines import accuracy, recall, shortcut, wilson
+from tests.paper.report.made_lines import accuracy, shortcut, wilson
 
 T_975 = {2: 4.302652730, 3: 3.182446305}  # by degrees of freedom
 PARITY = {"task": "parity", "position_embedding": "rope", "train_length": 512}
@@ -79,29 +78,6 @@ def test_the_best_shortcut_is_a_row_where_columns_have_their_own_and_a_column_wh
     assert turned.header == ("", "meta", "best shortcut", "guessing")
     floors = [row[2:] for row in turned.rows]
     assert floors == [("52.0", "50.0"), ("60.0", "50.0")]
-
-
-def test_logarithms_are_shown_raised():
-    cell = Cell({0: log(100), 1: log(400), 2: log(400)})
-    values = [log(100), log(400), log(400)]
-    reach = T_975[2] * stdev(values) / sqrt(3)
-    low, high = exp(fmean(values) - reach), exp(fmean(values) + reach)
-
-    assert cell.shown(FORMS["steps"]) == f"{exp(fmean(values)):.0f} ({low:,.0f} to {high:,.0f})"
-    assert cell.shown(Form("nats", digits=2)).startswith("5.53 \u00b1 ")
-
-
-def test_how_soon_counts_runs_that_do_not_learn(read):
-    learns = [recall(step, exact, seed=0) for step, exact in ((100, 0.5), (200, 0.95), (300, 0.95))]
-    falls_back = [
-        recall(step, exact, seed=1) for step, exact in ((100, 0.5), (200, 0.95), (300, 0.8))
-    ]
-
-    [table] = Tables(read([accuracy(0.5)], curves=learns + falls_back)).of("sooner")
-
-    [(label, shown)] = table.rows
-    assert label == "meta"
-    assert shown == (f"{sqrt(200 * 300):.0f} (200, 300)", "1 not learned")
 
 
 def test_rows_are_named_by_what_sets_them_apart(read):

@@ -130,7 +130,7 @@ class Cell:
         text = form(mean)
         if len(self.runs) == 2:
             text += f" ({', '.join(map(form, self.runs.values()))})"
-        elif len(self.runs) > 1 and not form.is_log:
+        elif len(self.runs) > 1:
             text += f" {PLUS_MINUS} {form(high - mean)}"
         elif math.isfinite(high - low):
             text += f" ({form(low)} to {form(high)})"
@@ -247,12 +247,11 @@ def _note(form: Form, cells: Sequence[Cell]) -> str:
     runs = {len(cell.runs) for cell in cells if cell.runs}
     if not runs:
         return "Not run."
-    what = "geometric mean" if form.is_log else "mean"
     explained = []
     if max(runs) >= FEWEST_RUNS:
-        explained.append(f"the {what} and its 95 % interval over {max(runs)} runs (Student's t)")
+        explained.append(f"the mean and its 95 % interval over {max(runs)} runs (Student's t)")
     if 2 in runs:
-        explained.append(f"of two runs the {what} and both")
+        explained.append("of two runs the mean and both")
     if 1 in runs:
         explained.append("one run with its 95 % interval over prompts")
     if len(runs) > 1:

@@ -19,22 +19,17 @@ _UNITS = {
     "logits": (1.0, 2, "logits"),
     "cosine": (1.0, 2, "cosine"),
     "times": (1.0, 2, "times"),
-    "steps": (100.0, 0, "% steps"),
     "percent": (100.0, 1, "% perplexity"),
 }
-LOGARITHMS = (
-    "steps",
-    "percent",
-)  # units of a logarithm of how many times as many the other side has
 
 
 def amount(effect: Effect, unit: str) -> str:
-    """An effect and its interval: `+11.2 points (+4.0 to +18.4)`, `−19 % steps (−34 to −2)`."""
+    """An effect and its interval: `+11.2 points (+4.0 to +18.4)`, `−1.9 % perplexity (−3.4 to −0.2)`."""
     ends = [end for end in (effect.value, effect.low, effect.high) if math.isfinite(end)]
     if not ends:
         return NOT_RUN
     scale, digits, word = _UNITS[unit]
-    if unit in LOGARITHMS:
+    if unit == "percent":  # the logarithm of how many times as much the other side has
         ends = [math.expm1(-end) for end in (ends[0], *reversed(ends[1:]))]
     shown = [number(scale * end, digits, "+") for end in ends]
     interval = f" ({shown[1]} to {shown[2]})" if len(shown) == 3 else ""
@@ -45,7 +40,7 @@ def verdict(result: ClaimResult) -> str:
     """The verdict in words: with the smallest effect of interest, or with the tasks that a supported claim needs."""
     claim = result.claim
     scale, _, word = _UNITS[claim.unit]
-    smallest = -math.expm1(-claim.smallest) if claim.unit in LOGARITHMS else claim.smallest
+    smallest = -math.expm1(-claim.smallest) if claim.unit == "percent" else claim.smallest
     if result.without:
         return f"supported only with {listed([_task(task) for task in result.without])}"
     if result.verdict in ("no lead", "within"):
@@ -158,7 +153,7 @@ def _means(claim: Claim, stratum: MeasuredStratum) -> str:
     scale, digits, _ = _UNITS[claim.unit]
     counted = [setting.means for setting in stratum.settings if not setting.left_out]
     means = np.mean(counted or [setting.means for setting in stratum.settings], axis=0)
-    shown = np.exp(means) if claim.unit in LOGARITHMS else scale * means
+    shown = np.exp(means) if claim.unit == "percent" else scale * means
     return ", ".join(number(value, digits) for value in shown)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
-from metatokens.paper.frame import LEARNED, Inputs
+from metatokens.paper.frame import Inputs
 from metatokens.paper.report.make_table import Fields, Table, pivot
 from metatokens.paper.report.paper_numbers import paper_table
 from metatokens.paper.report.text import CONTENT, FORMS, PERCENT, ordered, words
@@ -90,9 +90,6 @@ class Tables:
 
         def below(of_cell: pd.DataFrame) -> list[str]:
             fields = of_cell.iloc[0].to_dict()
-            if fields["metric"] == "log_steps_to_learn":
-                never = int((of_cell["exact_match"] < LEARNED).sum())
-                return [f"{never} not learned"] if never else []
             if layout.shows_kept and fields["kv_kept"] > 0:
                 return [f"KV {PERCENT(of_cell['kv_kept'].mean())} %"]
             fields |= {key: scale * fields[key] for key in ("train_length", "length")}

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import chain
-from math import exp
 from typing import Any
 
 import yaml
@@ -33,7 +32,6 @@ class Form:
         what: their name, with their unit.
         scale: what they are multiplied by.
         digits: after the point.
-        is_log: whether the figures are logarithms, and what is shown is not.
         counted: the things that each is the mean of.
         chance: the name of what chance gives, where that is shown.
     """
@@ -41,13 +39,12 @@ class Form:
     what: str
     scale: float = 1.0
     digits: int = 0
-    is_log: bool = False
     counted: str = "prompts"
     chance: str = ""
 
     def __call__(self, value: float) -> str:
         """A figure: `97.4`, `1,240`, `−0.31`."""
-        return number(self.scale * (exp(value) if self.is_log else value), self.digits)
+        return number(self.scale * value, self.digits)
 
 
 FORMS: Mapping[str, Form] = {name: Form(**fields) for name, fields in CONTENT["forms"].items()}
