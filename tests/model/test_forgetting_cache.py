@@ -65,6 +65,32 @@ def test_a_long_prompt_is_read_in_chunks_and_its_cache_stays_small() -> None:
     assert max(sizes_of(cache)) <= largest
 
 
+@BOTH_CALLERS
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "new ids"])
+def test_a_later_turn_is_read_in_chunks_too(caller: str, is_whole: bool) -> None:
+    model = shared_forgetful(caller)
+    ids = torch.tensor(random_rows((60,), seed=3))
+    cache = DynamicCache()
+    model.generate(ids[:, :20], past_key_values=cache, max_new_tokens=1, do_sample=False)
+    expected = model.generate(
+        ids, past_key_values=deepcopy(cache), max_new_tokens=5, do_sample=False
+    )
+    counts, hook = count_tokens_read(model)
+
+    turn = model.generate(
+        ids if is_whole else ids[:, 20:],
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=5,
+        do_sample=False,
+        prefill_chunk_size=16,
+    )
+    hook.remove()
+
+    assert counts == [16, 16, 8, 1, 1, 1, 1]
+    assert turn[:, -5:].tolist() == expected[:, -5:].tolist()
+
+
 def test_chunks_are_the_default() -> None:
     model = shared_model(position_embedding="none", text_window=20)
     counts, hook = count_tokens_read(model)

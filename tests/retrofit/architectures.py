@@ -225,7 +225,7 @@ def logits(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> Tensor:
 
 def error(a: Tensor, b: Tensor) -> float:
     """The largest difference."""
-    return float((a.float() - b.float()).abs().max())
+    return float((a.float() - b.float()).detach().abs().max())
 
 
 WITHOUT_FLOAT64 = {"xglm"}  # its own mask overflows

@@ -14,6 +14,7 @@ from metatokens.decoder import measure_cache_share
 from metatokens.errors import UserError
 from metatokens.model.chunked_attention import CHUNK
 from metatokens.model.forgetting_cache import LayerOfHeads
+from metatokens.retrofit.text_window import text_window_of
 from tests.checkpointing import checkpoint_activations
 from tests.model.agreement import Gradients, assert_gradients_close, gradients_by
 from tests.model.in_pieces import in_steps, sizes_of
@@ -131,6 +132,19 @@ def test_the_heads_are_saved_with_the_model_and_with_what_was_added(tmp_path: Pa
 
 
 @torch.no_grad()
+def test_a_window_that_was_taken_away_can_be_put_back() -> None:
+    model = with_full_heads("llama")
+    before = text_window_of(model.config)
+
+    taken_away = set_text_window(model, None)
+    assert taken_away == before
+    assert text_window_of(model.config)["full_heads"] is None
+    set_text_window(model, **taken_away)
+
+    assert text_window_of(model.config) == before
+    assert before["full_heads"]
+
+
 def test_heads_are_changed_and_all_heads_of_a_block_are_a_full_block() -> None:
     model = with_full_heads("llama")
     set_text_window(model, WINDOW, SINKS, full_heads=[(0, 0), (1, 0), (1, 1)])

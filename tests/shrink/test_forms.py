@@ -27,7 +27,6 @@ BAD = {
         "{word} is asked for, and not stated"
     ),
     f"train: {{statement: [{GOOD}]}}\ntest: {{question: [{GOOD}]}}": "is trained and tested",
-    f"train: {{statement: &same [{GOOD}], question: *same}}": "alias",
     "train: [1, 2]": "holds no forms of look-ups",
     "- train": "holds no forms of look-ups",
     "train: {statement: [word]}": "holds no forms of look-ups",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from metatokens.errors import UserError
-from metatokens.shrink.lookups import Turns
+from metatokens.shrink.lookups import Form, Turns
 from tests.shrink.small import TEMPLATE
 
 LENGTH, BEYOND, FACTS = 400, 100, 3
@@ -124,17 +124,46 @@ def test_a_conversation_is_the_templates(lookups, plain):
         TEMPLATE.replace("{% if add_generation_prompt %}<", "{% if add_generation_prompt %}A: <"),
         TEMPLATE.replace("message.content", "message.content ~ message.content"),
         "{{ raise_exception('roles must alternate') }}",
+        TEMPLATE.replace("assistant\n", "assistant\n<think>\n"),
     ],
 )
 def test_a_template_that_does_not_repeat_itself_is_not_used(template, tokenizer):
     assert Turns.of(with_template(tokenizer, template)) is None
 
 
-def test_an_answer_begins_as_the_template_begins_one_to_be_written(tokenizer):
-    template = TEMPLATE.replace("assistant\n", "assistant\n<think>\n")
-    assert template != TEMPLATE
+def test_white_space_before_an_answer_belongs_to_it(lookups, tokenizer):
+    template = (
+        "{% for message in messages %}"
+        "{{ '[INST] ' ~ message.content ~ ' [/INST]' if message.role == 'user' "
+        "else ' ' ~ message.content ~ eos_token }}{% endfor %}"
+    )
     turns = Turns.of(with_template(tokenizer, template))
-    assert tokenizer.decode(turns.answering) == f"{ANSWERING}<think>\n"
+    of_llama_2 = replace(lookups["test"], turns=turns)
+
+    question = asked_of_form(of_llama_2, 0, chat=True).questions[0]
+
+    assert tokenizer.decode(question.ids).endswith(" [/INST]")
+    assert re.fullmatch(r" \w+<\|endoftext\|>", tokenizer.decode(question.answer))
+
+
+@pytest.mark.parametrize(
+    ("ask", "question"),
+    [
+        ("\nQuestion:\nWhat is {name}?\nAnswer:", "What is {name}?"),
+        ("\nFrom: {name} To:", "From: {name} To:"),
+        ("\nQ: What is {name}? It is", "What is {name}?"),
+        ("\nUser: Name {name}.\nAssistant:", "Name {name}."),
+    ],
+)
+def test_a_chat_asks_the_question_alone(ask, question, lookups, tokenizer):
+    form = Form(kind="question", state=" {name} is {word}.", ask=ask, answer=" {word}")
+    draw = replace(lookups["test"], forms=[form])
+
+    asked = asked_of_form(draw, 0, chat=True)
+
+    name = question.replace("{name}", r"\w+").replace("?", r"\?")
+    shown = tokenizer.decode(asked.questions[0].ids).removesuffix(ANSWERING)
+    assert re.fullmatch(f"\n{name}", shown)
 
 
 def with_template(tokenizer, template):

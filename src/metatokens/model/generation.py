@@ -307,6 +307,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         generation_config.prefill_chunk_size = chunk_size
         if chunk_size is not None:
             model_kwargs = _without_step_arguments(model_kwargs)
+            input_ids = _unread(input_ids, model_kwargs, generation_config)
         return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
 
     def _can_split_prompt(
@@ -315,14 +316,11 @@ class MetaTokenGenerationMixin(GenerationMixin):
         """Whether chunks of a prompt give the same as the whole.
 
         They do not where the hidden states or the weights of the whole prompt are to be returned, where the rotary
-        frequencies depend on the length of the text, and where transformers would not split the inputs: embeddings, and
-        the ids of a cache that goes on.
+        frequencies depend on the length of the text, and where transformers would not split the inputs: embeddings.
         """
-        cache = inputs.get(CACHE)
-        is_filled = cache is not None and int(cache.get_seq_length()) > 0
         is_embedded = inputs.get("inputs_embeds") is not None
         returns_all = generation_config.output_hidden_states or generation_config.output_attentions
-        return not (is_filled or is_embedded or returns_all or rotates_by_length(self.config))
+        return not (is_embedded or returns_all or rotates_by_length(self.config))
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         # transformers expects the names in `prepare_inputs_for_generation`, which PEFT replaces by one with **kwargs.
@@ -360,6 +358,20 @@ class MetaTokenGenerationMixin(GenerationMixin):
             raise UserError(
                 "learned prompts of PEFT need a cache: call generate() with use_cache=True."
             )
+
+
+def _unread(
+    input_ids: Tensor, inputs: Mapping[str, Any], generation_config: GenerationConfig
+) -> Tensor:
+    """The ids that the cache does not hold; the caller may give these alone, and then the mask is longer."""
+    cache, mask = inputs.get(CACHE), inputs.get("attention_mask")
+    length = input_ids.shape[1]
+    if mask is None:  # transformers drops one that hides nothing, and notes its length
+        columns = getattr(generation_config, "_mask_length", length)
+    else:
+        columns = mask.shape[1]
+    cached = 0 if cache is None else int(cache.get_seq_length())
+    return input_ids[:, cached:] if columns == length else input_ids
 
 
 def _without_step_arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def set_text_window(
     sinks: int | None = None,
     full_layers: Sequence[int] | None = None,
     full_heads: Sequence[Sequence[int]] | None = None,
-) -> None:
+) -> dict[str, Any]:
     """Make a model forget text from now on, in training, evaluation and generation.
 
     A query then sees all earlier meta-tokens, the first positions, and a window, and a cache that grows holds little
@@ -58,7 +58,11 @@ def set_text_window(
         full_layers: the blocks, counted from 0, that keep all text and see it. Models look things up in few blocks.
         full_heads: the key-value heads of a retrofitted model that do the same: pairs of a block and a head, counted
             from 0. They need `sdpa`. A block all of whose heads are full becomes one of the full layers. If neither
-            blocks nor heads are given, they are the same as before, which is none at first.
+            blocks nor heads are given, they are the same as before; without a window there are none.
+
+    Returns:
+        What was set before, as arguments: `before = set_text_window(model, None)` gives the full cache, and
+        `set_text_window(model, **before)` takes it back.
 
     Raises:
         UserError: if a number is too small, or the model has no meta-token or masks of its own, such as a sliding
@@ -71,6 +75,7 @@ def set_text_window(
         base.saved_as = base.name_or_path = base.config.name_or_path = UNSAVED
         for adapter in getattr(model, "peft_config", {}).values():
             adapter.base_model_name_or_path = UNSAVED
+    return before
 
 
 def text_window_of(config: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Look-ups: a text with facts in it, and questions after its end that ask for them."""
 
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -148,12 +149,14 @@ class Turns:
     Attributes:
         opening: before a conversation's first message.
         answering: before an answer.
+        leading: white space with which an answer begins.
         ending: after an answer, up to the first control token; empty if there is none.
         closing: after that, before the next message.
     """
 
     opening: list[int]
     answering: list[int]
+    leading: str
     ending: list[int]
     closing: list[int]
 
@@ -161,7 +164,8 @@ class Turns:
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> "Turns | None":
         """Those of a tokenizer.
 
-        None if it has no template, the template fails, or it puts other things around other messages.
+        None if it has no template, the template fails, or it puts other things around other messages. So does the
+        template of a model that thinks before it answers.
         """
         if tokenizer.chat_template is None:
             return None
@@ -176,16 +180,22 @@ class Turns:
         if len(parts) != len(messages) + 1:
             return None
         _, before_answer, _, before_new_answer = parts
-        # A template may put white space before an answer, or "<think>" before one that is still to be written.
-        if not before_new_answer.strip().startswith(before_answer.strip()):
+        if before_new_answer.strip() != before_answer.strip():
             return None
+        leading = before_answer.removeprefix(before_new_answer)
         opening, _, after_answer, answering = (
             encode_with_control(tokenizer, part, continues=bool(number))
             for number, part in enumerate(parts)
         )
         control = control_texts(tokenizer.backend_tokenizer)
         size = next((end for end, token in enumerate(after_answer, start=1) if token in control), 0)
-        return cls(opening, answering, after_answer[:size], after_answer[size:])
+        return cls(
+            opening=opening,
+            answering=answering,
+            leading=leading if leading.isspace() else "",
+            ending=after_answer[:size],
+            closing=after_answer[size:],
+        )
 
 
 @dataclass
@@ -305,10 +315,10 @@ class Lookups:
         if not questions:
             raise UserError("a text with look-ups is too short for its first fact.")
         # Sentences of one fact stay in their order, wherever those of others come.
-        number_of_fact = np.repeat(np.arange(len(facts)), [len(stated) for stated in facts])
-        sentences_of_facts = [iter(stated) for stated in facts]
-        order = generator.permutation(number_of_fact)
-        return [next(sentences_of_facts[number]) for number in order], questions
+        queues = [deque(stated) for stated in facts]
+        fact_of_sentence = np.repeat(np.arange(len(facts)), [len(queue) for queue in queues])
+        order = generator.permutation(fact_of_sentence)
+        return [queues[number].popleft() for number in order], questions
 
     def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
         return encode_text(self.tokenizer, texts, continues=True)
@@ -318,14 +328,11 @@ class Lookups:
         return Question(kind, question_ids, answer_ids)
 
     def _chat_question(self, ask: str, answer: str) -> Question:
-        """The question as the end of a user's message: its first line, up to the question mark if there is one.
-
-        So nothing that would begin the answer is left, nor a label such as `Question:`.
-        """
+        """The question as the end of a user's message."""
         assert self.turns is not None
-        line = _LABEL.sub("", ask.strip().partition("\n")[0], count=1)
-        question, mark, _ = line.partition("?")
-        question_ids, answer_ids = self._encoded([f"\n{question}{mark}", answer.lstrip()])
+        question_ids, answer_ids = self._encoded(
+            [f"\n{_bare_question(ask)}", f"{self.turns.leading}{answer.lstrip()}"]
+        )
         return Question(
             CHAT,
             [*question_ids, *self.turns.answering],
@@ -344,6 +351,19 @@ class Lookups:
             kind: iter(generator.permutation(of_kind).tolist())
             for kind, of_kind in entities.items()
         }
+
+
+def _bare_question(ask: str) -> str:
+    """A question without a label such as `Question:`, and without what would begin the answer.
+
+    It is the first line with a question mark, up to the mark; without any mark, the first line.
+    """
+    lines = ask.strip().split("\n")
+    asking = next((line for line in lines if "?" in line), lines[0])
+    if "?" in asking or len(lines) > 1:
+        asking = _LABEL.sub("", asking, count=1)
+    question, mark, _ = asking.partition("?")
+    return question + mark
 
 
 def _passage_starts(end: int, cuts: np.ndarray) -> np.ndarray:

@@ -45,8 +45,8 @@ from metatokens.shrink.mixture import MOST_FORMS, Mixture
 from metatokens.shrink.page import Findings, write_page
 from metatokens.shrink.replies import draw_replies
 from metatokens.shrink.sizes import MARGIN, Sizes
-from metatokens.shrink.texts import UserText, split_apart
-from metatokens.tasks.example import Encoded, read_examples
+from metatokens.shrink.texts import HELD_OUT_EVERY, UserText, split_apart
+from metatokens.tasks.example import Encoded, Example, read_examples
 from metatokens.training.lora import check_peft
 from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import Figures, Progress, train, unwatched
@@ -160,7 +160,10 @@ class _Run:
         rule = recipe.cache.landmarks
         self.landmarks = None if rule is None else Landmarks(self.tokenizer, rule)
         self.sizes = Sizes.of(recipe, len(self.heads), limit)
-        records = [] if questions is None else read_examples(questions, self.tokenizer)
+        if self.landmarks is not None:
+            density = float(self.landmarks(self.text.train.ids).mean())
+            self.sizes = Sizes.of(recipe, len(self.heads), limit, density)
+        records = [] if questions is None else self._records_of(questions, limit)
         if self.landmarks is not None and any(
             self.landmarks.meta_token_id in record.input_ids for record in records
         ):
@@ -177,6 +180,21 @@ class _Run:
             "questions_sha256": questions and file_sha256(questions),
         }
         self.losses: list[HeadLoss] = []
+
+    def _records_of(self, questions: Path, limit: int) -> list[Example]:
+        """The user's own records, of which some are held out."""
+        records = read_examples(questions, self.tokenizer)
+        if len(records) < HELD_OUT_EVERY:
+            raise UserError(
+                f"{questions} has {len(records)} records, of which every tenth is held out: give at least "
+                f"{HELD_OUT_EVERY}."
+            )
+        longest = max(len(record.input_ids) for record in records)
+        if longest > limit:
+            raise UserError(
+                f"{questions} has a record of {longest:,} tokens, and the model reads at most {limit:,}."
+            )
+        return records
 
     def _base(self, dtype: str | None = None) -> Any:
         """The base with a meta-token."""
@@ -326,7 +344,7 @@ class _Run:
             self.lookups["test"],
             self.forms["train"],
             self.sizes.tested_texts,
-            beyond=self.sizes.beyond_all_windows,
+            beyond=self.sizes.beyond_by_length,
             user_questions=[_asked(record) for record in self.records_to_measure_on],
             excerpts=self.recipe.tests.excerpts,
             excerpt_length=self.sizes.longest,
@@ -445,6 +463,6 @@ def _dtype_to_measure_in() -> str | None:
 
 def _asked(record: Encoded) -> Asked:
     """A user's record as a text with one question, which is the last token of its prompt."""
-    ids = list(record.input_ids)
-    start = record.answer_start
-    return Asked(ids[: start - 1], [Question(USERS, ids[start - 1 : start], ids[start:-1])])
+    *text, last_of_prompt = record.input_ids[: record.answer_start]
+    *answer, _end_of_text = record.input_ids[record.answer_start :]
+    return Asked(text, [Question(USERS, [last_of_prompt], answer)])

@@ -38,20 +38,21 @@ class Sizes:
     tested_texts: dict[int, int]
 
     @classmethod
-    def of(cls, recipe: ShrinkRecipe, heads: int, limit: int) -> "Sizes":
+    def of(cls, recipe: ShrinkRecipe, heads: int, limit: int, landmarks: float = 0.0) -> "Sizes":
         """The sizes for a model.
 
         Args:
             recipe: the settings.
             heads: how many key-value heads the model has.
             limit: how many tokens it reads at most.
+            landmarks: how many there are for each token of text. All heads keep them.
 
         Raises:
             UserError: if the cache has no room for a window, or the window is too long for the texts.
         """
         length = min(recipe.cache.length, limit)
-        full_heads = _number_of_full_heads(recipe.cache, heads)
-        window = _window(recipe.cache, full_heads, heads, length)
+        full_heads = _number_of_full_heads(recipe.cache, heads, landmarks)
+        window = _window(recipe.cache, full_heads, heads, length, landmarks)
         beyond = window + MARGIN
         shortest = 3 * beyond // 2
         longest = min(max(recipe.mixture.longest, 2 * beyond), limit // 2)
@@ -74,7 +75,7 @@ class Sizes:
             length=length,
             full_heads=full_heads,
             window=window,
-            window_alone=_window(recipe.cache, 0, heads, length),
+            window_alone=_window(recipe.cache, 0, heads, length, landmarks),
             beyond=beyond,
             shortest=shortest,
             longest=longest,
@@ -82,31 +83,34 @@ class Sizes:
         )
 
     @property
-    def beyond_all_windows(self) -> dict[int, int]:
-        """As `beyond`, for the tests: the control with a window alone does not reach so far in long texts either."""
+    def beyond_by_length(self) -> dict[int, int]:
+        """As `beyond`, for tests of a length: the control with a window alone does not reach so far in a long one."""
         return {
             length: max(self.beyond, min(self.window_alone + MARGIN, length // 2))
             for length in self.tested_texts
         }
 
 
-def _number_of_full_heads(cache: CacheSettings, heads: int) -> int:
+def _number_of_full_heads(cache: CacheSettings, heads: int, landmarks: float) -> int:
     if cache.full_heads is not None:
         return len(cache.full_heads)
     if cache.number_of_full_heads is not None:
         return cache.number_of_full_heads
-    # Full heads look things up. The window predicts prose, and gets a fifth at least.
-    return max(1, int(heads * cache.keep * 4 // 5))
+    # Full heads look things up. The window predicts prose, and gets a fifth at least of what landmarks leave.
+    return max(1, int(heads * (cache.keep - landmarks) * 4 // 5))
 
 
-def _window(cache: CacheSettings, full_heads: int, heads: int, length: int) -> int:
-    """The window with which the share is kept of a text of the length, next to so many full heads."""
+def _window(
+    cache: CacheSettings, full_heads: int, heads: int, length: int, landmarks: float
+) -> int:
+    """The window with which the share is kept of a text of the length, next to full heads and landmarks."""
     full_share = full_heads / heads
-    rest = max(0.0, cache.keep - full_share)
-    window = int(rest / (1 - full_share) * length) - SINKS if rest else 0
+    rest = cache.keep - full_share - landmarks
+    window = int(rest / (1 - full_share) * length) - SINKS if rest > 0 else 0
     if window < FEWEST:
+        besides = f", and landmarks take {landmarks:.1%}" if landmarks else ""
         raise UserError(
             f"a cache that keeps {cache.keep:.3g} of {length:,} tokens has no room for a window if {full_heads} of "
-            f"{heads} heads are full: keep more, or fewer full heads."
+            f"{heads} heads are full{besides}: keep more, or fewer full heads."
         )
     return window
