@@ -27,6 +27,7 @@ from metatokens.paper.claims import ClaimResult, claims, judge
 from metatokens.paper.frame import Inputs, load
 from metatokens.paper.report import overview
 from metatokens.paper.report.make_table import Cell, Fields, Table, make_table
+from metatokens.paper.report.paper_numbers import paper_table
 from metatokens.paper.report.text import NOT_RUN, PERCENT, Form, number, words
 from metatokens.paper.rule import Effect, effect
 from metatokens.records import Result, read_lines, unpack_hits
@@ -231,6 +232,24 @@ def answers() -> str:
 def tasks() -> str:
     """The four tasks at the trained length."""
     return grid("trained to 128 tokens, tested there", models(SMALL), each_task(**AT_128))
+
+
+def beside_paper() -> str:
+    """The model `meta`, trained on up to 512 tokens, and the paper's below it."""
+
+    def of_the_paper(of_cell: pd.DataFrame) -> list[str]:
+        fields = of_cell.iloc[0].to_dict()
+        values = [paper_table(number).at(**fields) for number in (7, 8, 9, 10)]
+        return [f"paper {value:.1f}" for value in values if value is not None]
+
+    rows: Rows = {
+        words("task", task): {**SMALL, "model": "meta", "train_length": 512, "task": task}
+        for task in TASKS
+    }
+    columns = lengths(128, 256, 512, 1024)
+    return make_table(
+        run().measured(), rows, columns, corner=Markup("`meta`, prompt tokens"), below=of_the_paper
+    ).markdown()
 
 
 def long_prompts() -> str:
@@ -571,7 +590,7 @@ def demo_tasks() -> str:
 FIGURES = {
     function.__name__: function
     for function in (
-        answers, differences, tasks, unmarked, more_steps, long_prompts, cost, demo_tasks, added, long_texts,
+        answers, differences, tasks, beside_paper, unmarked, more_steps, long_prompts, cost, demo_tasks, added, long_texts,
         covered_recall, covered_parity, covered_cuts,
         full_differences, shrunk, shrunk_in_short, shrunk_by_kind, shrunk_cost,
     )
