@@ -590,7 +590,8 @@ def demo_tasks() -> str:
 FIGURES = {
     function.__name__: function
     for function in (
-        answers, differences, tasks, beside_paper, unmarked, more_steps, long_prompts, cost, demo_tasks, added, long_texts,
+        answers, differences, tasks, beside_paper, unmarked, more_steps, long_prompts, cost, demo_tasks, added,
+        long_texts,
         covered_recall, covered_parity, covered_cuts,
         full_differences, shrunk, shrunk_in_short, shrunk_by_kind, shrunk_cost,
     )

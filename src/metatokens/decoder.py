@@ -1,6 +1,7 @@
 """Functions for any decoder: find its blocks and its kind of positions, compute chosen logits, continue prompts."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -143,18 +144,18 @@ class _TokenBytes(NamedTuple):
 def _bytes_of_a_token(model: Any) -> _TokenBytes:
     one_meta_token = torch.tensor([[model.config.meta_token_id]], device=model.device)
     cache = model.eval()(one_meta_token, use_cache=True)[CACHE]
-    sizes = np.array([layer.keys.nbytes + layer.values.nbytes for layer in cache.layers])
-    is_full, is_note = np.zeros((2, len(sizes)), bool)
-    is_full[getattr(cache, "full_layers", [])] = True
-    is_note[getattr(cache, "layers_of_notes", [])] = True
+    sizes: Counter[tuple[bool, bool]] = Counter()  # by whether it holds everything, and has notes
     meta_besides = 0
     for layer in cache.layers:
+        kind = getattr(layer, "holds_everything", False), getattr(layer, "has_notes", False)
+        sizes[kind] += layer.keys.nbytes + layer.values.nbytes
         second_keys_and_values = (getattr(layer, "second", None) or ())[:2]
         meta_besides += sum(tensor.nbytes for tensor in second_keys_and_values)
+    full_keys_and_values = sizes[True, False]
     return _TokenBytes(
-        all=int(sizes.sum()),
-        full=int(sizes[is_full].sum()),
-        full_share=float(sizes[is_full & ~is_note].sum() / sizes[~is_note].sum()),
+        all=sizes.total(),
+        full=full_keys_and_values + sizes[True, True],
+        full_share=full_keys_and_values / (full_keys_and_values + sizes[False, False]),
         meta_besides=meta_besides,
     )
 

@@ -33,11 +33,19 @@ class KeyNotes(NamedTuple):
 
 
 class ForgettingLayer(AnyCacheLayer):
-    """Mixin for a layer of a cache that grows: entries can be dropped, and still count as tokens that were read."""
+    """Mixin for a layer of a cache that grows: entries can be dropped, and still count as tokens that were read.
+
+    Attributes:
+        forgotten: the number of tokens read, less that of entries held.
+        holds_everything: whether no entry is ever dropped.
+        has_notes: whether it holds `KeyNotes` in place of keys and values.
+    """
 
     keys: Tensor
     values: Tensor
-    forgotten = 0  # the number of tokens read, less that of entries held
+    forgotten = 0
+    holds_everything = False
+    has_notes = False
 
     def get_seq_length(self) -> int:
         """The number of tokens read."""
@@ -129,27 +137,25 @@ class ForgettingCache(AnyCache):
 
     The cache has to keep `KeyNotes` about its entries while its rows are reordered, repeated and selected. So the notes
     are further layers, after those with keys and values: the positions are their keys and the last readers their
-    values, (batch, 1, held, 1) each. The first such layer is about the layers that forget. A second one is about the
-    layers that hold everything, if there are any. After the notes come layers with the full heads of blocks whose other
-    heads forget.
+    values, (batch, 1, held, 1) each. After the notes come layers with the full heads of blocks whose other heads
+    forget.
 
     Attributes:
-        layers_of_notes: the indices of the layers with notes.
-        full_layers: the indices of the layers that hold everything, the notes on them included.
+        layers_of_notes: the layers with notes: one about the layers that forget, and if any layer holds everything, one
+            about these.
         rule: the `text_window`, `text_sinks`, `text_full_layers` and `text_full_heads` of the model that fills it.
         held_after_drop: how many entries were held after some were dropped the last time.
     """
 
     layers: list[Any]
-    layers_of_notes: range
-    full_layers: Sequence[int]
+    layers_of_notes: list[Any]
     rule: tuple[Any, ...]
     held_after_drop = 0
 
     @property
     def notes(self) -> Any:
         """The layer with the notes about the entries of layers that forget."""
-        return self.layers[self.layers_of_notes[0]]
+        return self.layers_of_notes[0]
 
     def make_room(self, new: KeyNotes, window: int) -> None:
         """Drop entries that no query sees from now on, if enough have piled up.
@@ -185,16 +191,15 @@ class ForgettingCache(AnyCache):
             The same about the entries that are held and the new ones, (batch, held + length).
         """
         all_notes = []
-        for number, (positions, last_readers) in zip(self.layers_of_notes, new, strict=True):
-            layer = self.layers[number]
+        for layer, (positions, last_readers) in zip(self.layers_of_notes, new, strict=True):
             keys, values = layer.update(positions[:, None, :, None], last_readers[:, None, :, None])
             all_notes.append(KeyNotes(keys[:, 0, :, 0], values[:, 0, :, 0]))
         return all_notes
 
     def _drop(self, index: Tensor) -> None:
         """Drop all entries but those at `index`, (batch, left), in each layer that forgets."""
-        for number, layer in enumerate(self.layers):
-            if number not in self.full_layers:
+        for layer in self.layers:
+            if not layer.holds_everything:
                 layer.keep(index)
         self.notes.values = self.notes.values.masked_fill((index < 0)[:, None, :, None], -1)
         self.held_after_drop = index.shape[1]
@@ -237,18 +242,22 @@ def make_forgetting(cache: Any, config: Any) -> None:
     _check_kind(cache)
     add_mixin(cache, ForgettingCache)
     cache.rule = rule
-    count = len(cache.layers)
-    cache.layers_of_notes = range(count, count + (2 if full_blocks or full_heads else 1))
     # A second attention's layers come after those of all blocks.
-    full_layers = [number for number in range(count) if number % blocks in full_blocks]
+    full_layers = [
+        layer for number, layer in enumerate(cache.layers) if number % blocks in full_blocks
+    ]
     kind_of_layer = type(cache.layers[0])
+    notes = kind_of_layer()
+    notes_on_full = [kind_of_layer()] if full_blocks or full_heads else []
     full_parts = {block: kind_of_layer() for block in full_heads}
-    cache.layers += [kind_of_layer() for _ in cache.layers_of_notes]
-    cache.layers += full_parts.values()
-    # All layers after the first notes hold everything.
-    cache.full_layers = [*full_layers, *range(count + 1, len(cache.layers))]
+    cache.layers_of_notes = [notes, *notes_on_full]
+    cache.layers += [*cache.layers_of_notes, *full_parts.values()]
     for layer in cache.layers:
         add_mixin(layer, ForgettingLayer)
+    for layer in (*full_layers, *notes_on_full, *full_parts.values()):
+        layer.holds_everything = True
+    for layer in cache.layers_of_notes:
+        layer.has_notes = True
     for block, part in full_parts.items():
         layer = cache.layers[block]
         add_mixin(layer, LayerOfHeads)

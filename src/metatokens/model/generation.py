@@ -366,10 +366,9 @@ def _unread(
     """The ids that the cache does not hold; the caller may give these alone, and then the mask is longer."""
     cache, mask = inputs.get(CACHE), inputs.get("attention_mask")
     length = input_ids.shape[1]
-    if mask is None:  # transformers drops one that hides nothing, and notes its length
-        columns = getattr(generation_config, "_mask_length", length)
-    else:
-        columns = mask.shape[1]
+    # transformers drops a mask that hides nothing, and notes its length.
+    dropped = getattr(generation_config, "_mask_length", length)
+    columns = dropped if mask is None else mask.shape[1]
     cached = 0 if cache is None else int(cache.get_seq_length())
     return input_ids[:, cached:] if columns == length else input_ids
 
