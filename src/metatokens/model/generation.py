@@ -6,7 +6,7 @@ loops of transformers (greedy, sampling, beam search) only see text tokens; the 
 of a step are prepared.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -305,10 +305,19 @@ class MetaTokenGenerationMixin(GenerationMixin):
             chunk_size = None
         generation_config = copy(generation_config)
         generation_config.prefill_chunk_size = chunk_size
-        if chunk_size is not None:
-            model_kwargs = _without_step_arguments(model_kwargs)
-            input_ids = _unread(input_ids, model_kwargs, generation_config)
-        return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
+        if chunk_size is None:
+            return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
+        model_kwargs = _without_step_arguments(model_kwargs)
+        cache = model_kwargs.get(CACHE)
+        if cache is None or not int(cache.get_seq_length()):
+            return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
+        # Not all releases of transformers split what follows a filled cache.
+        generation_config.prefill_chunk_size = None
+        for chunk, inputs in _chunks_of_turn(
+            input_ids, chunk_size, generation_config, model_kwargs
+        ):
+            output = super()._prefill(chunk, generation_config, inputs, is_first_iteration)
+        return output
 
     def _can_split_prompt(
         self, generation_config: GenerationConfig, inputs: Mapping[str, Any]
@@ -360,17 +369,32 @@ class MetaTokenGenerationMixin(GenerationMixin):
             )
 
 
-def _unread(
-    input_ids: Tensor, inputs: Mapping[str, Any], generation_config: GenerationConfig
-) -> Tensor:
-    """The ids that the cache does not hold; the caller may give these alone, and then the mask is longer."""
-    cache, mask = inputs.get(CACHE), inputs.get("attention_mask")
-    length = input_ids.shape[1]
-    # transformers drops a mask that hides nothing, and notes its length.
-    dropped = getattr(generation_config, "_mask_length", length)
-    columns = dropped if mask is None else mask.shape[1]
-    cached = 0 if cache is None else int(cache.get_seq_length())
-    return input_ids[:, cached:] if columns == length else input_ids
+def _chunks_of_turn(
+    input_ids: Tensor, size: int, generation_config: GenerationConfig, inputs: dict[str, Any]
+) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """The ids that a filled cache does not hold, in chunks, and the other inputs up to the end of each.
+
+    Args:
+        input_ids: the whole sequence, (batch, length), or only what is new; then the mask is longer.
+        size: tokens of a chunk.
+        generation_config: holds the length of a mask that hides nothing, which transformers drops.
+        inputs: of the whole sequence.
+    """
+    cached, mask = int(inputs[CACHE].get_seq_length()), inputs.get("attention_mask")
+    dropped_columns = getattr(generation_config, "_mask_length", input_ids.shape[1])
+    columns = dropped_columns if mask is None else mask.shape[1]
+    if mask is None:
+        mask = input_ids.new_ones((len(input_ids), columns))
+    unread = input_ids[:, cached:] if columns == input_ids.shape[1] else input_ids
+    positions = inputs.get("position_ids")
+    start = cached
+    for chunk in unread.split(size, dim=1):
+        end = start + chunk.shape[1]
+        up_to_end: dict[str, Any] = {"attention_mask": mask[:, :end]}
+        if positions is not None:
+            up_to_end["position_ids"] = positions[..., start:end]
+        yield chunk, inputs | up_to_end
+        start = end
 
 
 def _without_step_arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
