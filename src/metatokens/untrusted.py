@@ -20,6 +20,9 @@ from metatokens.machine import physical_memory
 from metatokens.retrofit.classes import MODEL_TYPE, MetaTokensConfig
 
 MAX_CONFIG_BYTES = 2**20
+MAX_LAYERS = (
+    1_000  # a layer takes milliseconds and some 50 kB of Python objects, however narrow it is
+)
 
 _FURTHER_FIELDS = {
     "dtype",
@@ -77,6 +80,10 @@ def _of_known_fields(
     settings: dict[str, Any], declared: type[PreTrainedConfig], *, is_retrofitted: bool
 ) -> PreTrainedConfig:
     """A configuration of the class `declared`, or a retrofitted model's with such a base."""
+    # A GPT-Neo's configuration writes its layers out, item by item.
+    layers = sum(len(kinds) * abs(count) for kinds, count in settings.get("attention_types") or ())
+    if layers > MAX_LAYERS:
+        raise ValueError(f"attention_types has more than {MAX_LAYERS:,} layers")
     known = {field.name for field in fields(declared)} - {
         field.name for field in fields(PreTrainedConfig)
     }
@@ -94,8 +101,11 @@ def check_memory(config: PreTrainedConfig) -> int:
     Returns:
         The number of its parameters, counted in a model without storage.
     """
-    if min(config.num_hidden_layers, config.num_attention_heads) < 1:
+    layers = config.num_hidden_layers
+    if min(layers, config.num_attention_heads) < 1:
         raise UserError("sizes in a model configuration must be positive.")
+    if layers > MAX_LAYERS:
+        raise UserError(f"the model has {layers:,} layers; allowed are {MAX_LAYERS:,}.")
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)

@@ -32,15 +32,19 @@ def with_fields(folder, target, **fields):
         ("meta_gpt2", {"vocab_size": -5}),
         ("meta_gpt2", {"hidden_size": 10**9}),
         ("meta_gpt2", {"hidden_size": "8"}),
+        ("meta_gpt2", {"num_hidden_layers": 10**12}),
         ("meta_gpt2", {"num_attention_heads": 0}),
         (
             "meta_gpt2",
             {"max_position_embeddings": 10**12, "position_embedding": "learned"},
         ),
         ("gpt2", {"n_embd": 10**6}),
+        ("gpt2", {"n_layer": 10**5}),
         ("gpt2", {"n_positions": 10**12}),
         ("gpt2", {"n_head": -1}),
         ("gpt_neo", {"intermediate_size": 10**12}),
+        ("gpt_neo", {"attention_types": [[["global"], 10**12]]}),
+        ("gpt_neo", {"attention_types": [[["global", "local"], -(10**12)]]}),
     ],
     ids=str,
 )
@@ -60,6 +64,7 @@ def test_impossible_sizes_are_refused_and_nothing_is_allocated(
     "settings",
     [
         ["model.hidden_size=1000000000"],
+        ["model.num_hidden_layers=1000000000"],
         [
             "model.position_embedding=learned",
             "model.max_position_embeddings=2000000000",
@@ -74,7 +79,7 @@ def test_recipes_are_bounded_too(settings, small_store, tmp_path, refuses):
         recipe = load_recipe(PretrainRecipe, "demo", [f"data.tokens={small_store.path}", *settings])
         pretrain(recipe, tmp_path / "out")
 
-    with refuses(r"there is no such model|memory has|model\.(hidden|num)_"):
+    with refuses(r"there is no such model|memory has|layers; allowed are|model\.(hidden|num)_"):
         run()
 
     assert most_memory() - before < 32 * 1024

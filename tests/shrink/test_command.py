@@ -235,8 +235,8 @@ def test_options_reach_the_run(line, documents, base, tmp_path, metatokens):
     assert heads == [[0, 0], [2, 1]]
     landmarks = sum(document.count(".") for document in documents)
     tokens = len(AutoTokenizer.from_pretrained(base)("\n\n".join(documents)).input_ids)
-    kept = 1 / 3 + landmarks / tokens + 2 / 3 * (window + 4) / 128
-    assert 0.5 - 1 / 128 < kept < 0.5 + 0.01
+    share = 1 / 3 + landmarks / tokens + 2 / 3 * (window + 4) / 128
+    assert 0.5 - 1 / 128 < share < 0.5 + 0.01
     assert " {name}!" in (out / "settings.json").read_text()
     figures = figures_of(out)
     assert [line["n"] for line in figures if line.get("task") == "own"] == [2]  # every tenth
@@ -288,7 +288,7 @@ MISTAKES = {
     "--text nowhere.txt": "nowhere.txt",
     "--questions nowhere.jsonl": "nowhere.jsonl",
     "--questions empty.jsonl": "empty.jsonl holds no record",
-    "--questions few.jsonl": "few.jsonl has 9 records, of which every tenth is held out: give at least 10",
+    "--questions few.jsonl": "few.jsonl has 9 records, and every tenth is held out: give at least 10",
     "--questions long.jsonl": "long.jsonl has a record of 2,0",
     "--questions marked.jsonl --landmarks sentence": "marked.jsonl has records with markers",
     "--forms nowhere.yaml": "nowhere.yaml holds no forms of look-ups",

@@ -305,11 +305,11 @@ class MetaTokenGenerationMixin(GenerationMixin):
             chunk_size = None
         generation_config = copy(generation_config)
         generation_config.prefill_chunk_size = chunk_size
-        if chunk_size is None:
-            return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
-        model_kwargs = _without_step_arguments(model_kwargs)
+        if chunk_size is not None:
+            model_kwargs = _without_step_arguments(model_kwargs)
         cache = model_kwargs.get(CACHE)
-        if cache is None or not int(cache.get_seq_length()):
+        is_filled = cache is not None and int(cache.get_seq_length()) > 0
+        if chunk_size is None or not is_filled:
             return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
         # Not all releases of transformers split what follows a filled cache.
         generation_config.prefill_chunk_size = None

@@ -61,8 +61,8 @@ def set_text_window(
             blocks nor heads are given, they are the same as before; without a window there are none.
 
     Returns:
-        What was set before, as arguments: `before = set_text_window(model, None)` gives the full cache, and
-        `set_text_window(model, **before)` takes it back.
+        The arguments that were set before. `before = set_text_window(model, None)` gives the full cache, and
+        `set_text_window(model, **before)` the window again.
 
     Raises:
         UserError: if a number is too small, or the model has no meta-token or masks of its own, such as a sliding

@@ -161,6 +161,7 @@ class _Run:
         self.landmarks = None if rule is None else Landmarks(self.tokenizer, rule)
         self.sizes = Sizes.of(recipe, len(self.heads), limit)
         if self.landmarks is not None:
+            # Their number is counted in the text, which is read by the sizes without them.
             density = float(self.landmarks(self.text.train.ids).mean())
             self.sizes = Sizes.of(recipe, len(self.heads), limit, density)
         records = [] if questions is None else self._records_of(questions, limit)
@@ -182,12 +183,11 @@ class _Run:
         self.losses: list[HeadLoss] = []
 
     def _records_of(self, questions: Path, limit: int) -> list[Example]:
-        """The user's own records, of which some are held out."""
+        """The user's own records: enough to hold some out, and short enough for the model."""
         records = read_examples(questions, self.tokenizer)
         if len(records) < HELD_OUT_EVERY:
             raise UserError(
-                f"{questions} has {len(records)} records, of which every tenth is held out: give at least "
-                f"{HELD_OUT_EVERY}."
+                f"{questions} has {len(records)} records, and every tenth is held out: give at least {HELD_OUT_EVERY}."
             )
         longest = max(len(record.input_ids) for record in records)
         if longest > limit:
