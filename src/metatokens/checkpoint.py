@@ -139,6 +139,12 @@ def _weight_files(folder: Path) -> list[Path]:
     raise UserError(f"there is no model in {folder}: it has no {WEIGHTS}.")
 
 
+def with_its_base(path: Path) -> list[Path]:
+    """The folder of a model and, if that is a delta, the folder of its base; any other path alone."""
+    is_delta = (path / DELTA).is_file() and not (path / WEIGHTS).is_file()
+    return [path, _base_folder(path, base_of(path))] if is_delta else [path]
+
+
 def _shards(folder: Path) -> list[Path]:
     try:
         names = sorted(set(read_json(folder / SHARDS, _MAX_INDEX_BYTES)["weight_map"].values()))
@@ -169,7 +175,7 @@ def fetch_model(spec: Path) -> Path:
         return EXAMPLE
     if prefix != "hf":
         return spec
-    # The last is never run.
+    # REMOTE_CODE_FILE comes since a manifest lists it; it is never run.
     texts = [
         "*.json",
         "*.jsonl",
@@ -232,7 +238,7 @@ def load_model(
         model.config.meta_token_id = None
         model.config.position_embedding = position_embedding_of(model)
     if device in (None, "cuda") and torch.cuda.is_available():
-        # A process may see its own GPU alone.
+        # Modulo, since the launcher may show each process its own GPU alone.
         device = f"cuda:{local_rank() % torch.cuda.device_count()}"
     return model.to(device or "cpu")
 
@@ -290,7 +296,7 @@ def _load(folder: Path, kinds: Set[str], dtype: str | None) -> Any:
     _verify_if_present(folder)
     config, parameters = read_config(folder, kinds)
     try:
-        size = sum(file.stat().st_size for file in _weight_files(folder))
+        size = weights_size(folder)
         if parameters > size:
             raise ValueError(
                 f"config.json asks for {parameters:,} parameters, and the weights have {size:,} bytes"

@@ -220,6 +220,7 @@ def test_perplexity_is_the_bases(base: Path, run: Succeed) -> None:
 def test_what_cannot_be_is_refused(base: Path, run: Succeed, refused: Refuse) -> None:
     run(RETROFIT)
     refused(RETROFIT, "model is not an empty folder; give another one.")
+    refused("retrofit --model base --out /proc/new", "the model cannot be written to /proc/new")
     refused("retrofit --model model --out new", "has meta-tokens already")
     refused(
         "retrofit --model nowhere --out new",
@@ -235,6 +236,11 @@ def test_what_cannot_be_is_refused(base: Path, run: Succeed, refused: Refuse) ->
     )
     refused(f"{EVALUATE} base", "the model in base has no meta_token_id, which markers need")
     assert not Path("new").exists()
+
+
+def test_overwriting_keeps_the_base_of_a_delta(base: Path, run: Succeed, refused: Refuse) -> None:
+    run(RETROFIT + " --delta")
+    refused(f"{TUNE} --model model --out base --overwrite", "--overwrite would remove")
 
 
 def test_a_base_of_the_hub_keeps_its_name(base: Path, run: Succeed, hub: Hub) -> None:

@@ -77,6 +77,17 @@ def test_other_settings_are_refused_unless_overwriting(change, fifty, tmp_path):
     assert write_token_store(out, **settings, overwrite=True).manifest != before
 
 
+def test_overwriting_keeps_a_folder_that_is_no_store(fifty, tmp_path, contents):
+    (tmp_path / "mine" / "train").mkdir(parents=True)
+    (tmp_path / "mine" / "train" / "00000.txt").write_text("my text")
+    before = contents(tmp_path / "mine")
+
+    with pytest.raises(UserError, match="mine is not empty and holds no token store"):
+        write_token_store(tmp_path / "mine", fifty, "train:300", overwrite=True)
+
+    assert contents(tmp_path / "mine") == before
+
+
 def test_a_failure_while_overwriting_keeps_the_old_store(fifty, tmp_path):
     bad, words = tmp_path / "bad.jsonl", save_word_level(tmp_path / "words", 300)
     bad.write_text(json.dumps({"text": "fine " * 500}) + "\nnot JSON\n")

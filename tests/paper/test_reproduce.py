@@ -466,6 +466,17 @@ def test_another_preset_is_refused_and_overwriting_replaces(reproduce, tmp_path,
     assert json.loads(settings.read_text())["preset"] == "other"
 
 
+def test_overwriting_keeps_the_corpus(reproduce, small_corpus, tmp_path):
+    corpus = tmp_path / "run" / "corpus.jsonl"
+    corpus.parent.mkdir()
+    shutil.copy(small_corpus, corpus)
+
+    with pytest.raises(UserError, match=r"--overwrite would remove .*corpus\.jsonl"):
+        reproduce(corpus=f"{tmp_path}/run/*.jsonl", overwrite=True)
+
+    assert corpus.exists()
+
+
 def test_what_is_done_stays_when_the_next_stage_fails(
     reproduce, undisturbed, tmp_path, monkeypatch
 ):

@@ -186,3 +186,12 @@ def test_the_training_of_a_model_is_read_from_its_run(
 ) -> None:
     (tmp_path / "settings.json").write_text(json.dumps(run))
     assert training_of(tmp_path / folder) == fields
+
+
+def test_the_training_of_a_run_in_another_runs_folder_is_its_own(tmp_path: Path) -> None:
+    for folder, seed in ((tmp_path, 1), (tmp_path / "further", 2)):
+        folder.mkdir(exist_ok=True)
+        settings = {"recipe": {"training": {"seed": seed}}}
+        (folder / "settings.json").write_text(json.dumps(settings))
+
+    assert training_of(tmp_path / "further") == {"seed": 2}

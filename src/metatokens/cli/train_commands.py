@@ -223,9 +223,12 @@ def retrofit(
     if layers is not None:
         chosen = [] if layers == "none" else options.parse_numbers("layers", layers, smallest=0)
     add_meta_attention(base, tokenizer, heads=heads, head_size=head_size, layers=chosen)
-    out.mkdir(parents=True, exist_ok=True)
     base.base_is_elsewhere = delta
-    save_model(base, tokenizer, out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        save_model(base, tokenizer, out)
+    except OSError as error:
+        raise UserError(f"the model cannot be written to {out}: {error.strerror}.") from error
     added = sum(weight.numel() for weight in base.parameters() if weight.requires_grad)
     say(f"model: {out} ({added:,} new parameters next to {base.num_parameters() - added:,})")
     say(

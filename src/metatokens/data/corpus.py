@@ -74,7 +74,7 @@ def read_corpus(spec: str) -> Iterator[str]:
         UserError: at once, if the spec names no file, or a file of an unknown kind; while reading, if a source cannot
             be read or a document is not as described above. The message names the file.
     """
-    return read_part(spec, Part(tuple(_files(spec))))
+    return read_part(spec, Part(tuple(files_of(spec))))
 
 
 def corpus_parts(spec: str) -> list[Part]:
@@ -91,7 +91,7 @@ def corpus_parts(spec: str) -> list[Part]:
         return [Part(number=number, of=count) for number in range(count)]
     files_by_start: dict[int, list[str]] = defaultdict(list)
     start = 0
-    for file in _files(spec):
+    for file in files_of(spec):
         files_by_start[start // PART_BYTES].append(file)
         start += Path(file).stat().st_size
     return [Part(tuple(files)) for files in files_by_start.values()]
@@ -130,7 +130,7 @@ def _docstrings(path: Path) -> str:
     return "\n\n".join(filter(None, map(ast.get_docstring, nodes)))
 
 
-def _files(spec: str) -> list[str]:
+def files_of(spec: str) -> list[str]:
     """The files of a corpus; none if it has another source."""
     if spec == BUILTIN or spec.startswith(HUB):
         return []

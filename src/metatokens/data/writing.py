@@ -107,7 +107,7 @@ def write_token_store(
         tokenizer_spec: see `load_tokenizer`.
         held_out: the share of documents that is held out, between 0 and 1.
         extra_texts: see `load_tokenizer`.
-        overwrite: replace the store in the folder, if there is one.
+        overwrite: replace another store in the folder; what is no store stays.
         workers: the number of processes; each encodes one part of the corpus at a time (see `corpus_parts`);
             by default the number of cores. This process encodes a corpus of a single part itself, in several threads.
 
@@ -122,10 +122,9 @@ def write_token_store(
         _check_same(settings, store.manifest.settings, f"{out} holds a token store")
         return store
     has_files = out.is_dir() and any(path.name != LOCK for path in out.iterdir())
-    if has_files and not (out / STAGING).exists() and not overwrite:
-        raise UserError(
-            f"{out} is not empty and holds no token store: choose another folder, or --overwrite."
-        )
+    has_store = (out / MANIFEST).exists() or (out / STAGING).exists()
+    if has_files and not has_store:
+        raise UserError(f"{out} is not empty and holds no token store: choose another folder.")
     is_new = not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from metatokens.data.corpus import files_of
 from metatokens.files import write_whole
 from metatokens.machine import available_cores
 from metatokens.paper.display import Display
@@ -49,6 +50,10 @@ def reproduce(
     sizes = preset(name)
     sizes = replace(sizes, corpus=corpus or sizes.corpus, book=book or sizes.book)
     plan = select(stages(sizes), only)
+    inputs: list[Path] = []
+    if overwrite:
+        for spec in filter(None, (sizes.corpus, sizes.book)):
+            inputs += map(Path, files_of(spec))
     settings = {
         "preset": name,
         "corpus": sizes.corpus,
@@ -56,7 +61,7 @@ def reproduce(
         "tokenizer": sizes.tokenizer,
     }
     with (
-        open_run(out, settings, overwrite=overwrite),
+        open_run(out, settings, overwrite=overwrite, inputs=inputs),
         ProcessPool(Runner(out.resolve(), name, sizes), workers) as pool,
     ):
         log = RunLog(out)

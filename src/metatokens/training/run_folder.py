@@ -5,10 +5,11 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from metatokens.checkpoint import MANIFEST
+from metatokens.checkpoint import MANIFEST, with_its_base
 from metatokens.differences import differences
 from metatokens.errors import UserError
 from metatokens.files import LOCK, PARTIAL, exclusive, write_whole
@@ -67,7 +68,7 @@ def open_run(
 
 
 def _check_overwriting(out: Path, inputs: Iterable[Path | None]) -> None:
-    for path in filter(None, inputs):
+    for path in chain.from_iterable(map(with_its_base, filter(None, inputs))):
         if path.resolve().is_relative_to(out.resolve()):
             raise UserError(
                 f"--overwrite would remove {path}, which this run reads; give another folder than {out}."
@@ -130,11 +131,8 @@ def training_of(folder: Path) -> dict[str, Any]:
     Returns:
         `seed`; if the model was fine-tuned on a task, also `train_length` (tokens) and `train_condition`.
     """
-    # Fine-tuning writes each phase to a folder inside the run's.
-    for run_folder in (
-        folder.parent,
-        folder,
-    ):
+    # Pretraining writes its model to the run's folder, fine-tuning each phase to a folder inside it.
+    for run_folder in (folder, folder.parent):
         try:
             run = json.loads((run_folder / SETTINGS).read_text(encoding="utf-8"))
             return _training_in(run, folder.name)
