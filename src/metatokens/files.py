@@ -19,6 +19,7 @@ from typing import Any
 from metatokens.errors import UserError, one_line
 
 LOCK = ".lock"  # in a folder that a process works in, or has worked in
+GZIP = b"\x1f\x8b"  # the first bytes of a compressed file, and of no text
 PARTIAL = ".partial"  # suffix of a file that is being written
 # Exceptions that this package or transformers may raise when a file is damaged or hostile.
 DAMAGED = (
@@ -98,7 +99,14 @@ def file_sha256(path: Path) -> str:
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
-    """Append lines of JSON to a file: all of them or, on an error, none."""
+    """Append lines of JSON to a file: all of them or, on an error, none.
+
+    Raises:
+        UserError: if the file is compressed, or is to be by its name.
+        OSError: if the file cannot be written.
+    """
+    if path.suffix == ".gz" or _is_compressed(path):
+        raise UserError(f"{path} is compressed: no line can be appended to it; give another name.")
     _end_last_line(path)
     before = path.stat().st_size if path.exists() else 0
     try:
@@ -107,10 +115,17 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
             if path.is_file():  # not a pipe
                 file.flush()
                 os.fsync(file.fileno())
-    except OSError:
+    except BaseException:
         if path.is_file():
             os.truncate(path, before)
         raise
+
+
+def _is_compressed(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(GZIP)) == GZIP
 
 
 def _end_last_line(path: Path) -> None:

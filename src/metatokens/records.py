@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError, model_validator
 
 from metatokens.errors import UserError, broken_rule
+from metatokens.files import GZIP
 from metatokens.recipe import Condition, Split
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 MARKER = " _PAUSE_"  # means a meta-token in the prompt of a task or a record
 SEPARATOR = ", "  # between the names of a model and of its variant
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)  # of a measurement
-_GZIP = b"\x1f\x8b"  # the first bytes of a compressed file, and of no text
 
 Metric = Literal["exact_match", "token_accuracy", "perplexity", "shortcut"]
 Analysis = Literal["sharpness", "residual", "rate_distortion"]
@@ -283,7 +283,7 @@ def read_text(path: Path) -> str:
     """
     try:
         content = path.read_bytes()
-        return (gzip.decompress(content) if content.startswith(_GZIP) else content).decode(
+        return (gzip.decompress(content) if content.startswith(GZIP) else content).decode(
             "utf-8-sig"
         )
     except OSError as error:  # BadGzipFile is one

@@ -127,6 +127,8 @@ MISTAKES = {
     "tokenize --corpus text.txt --tokenizer train:300 --out tokens": "tokens holds a token store made with other",
     "tokenize --corpus text.txt --tokenizer train:310 --out unfinished": "an unfinished token store made with",
     "tokenize --corpus text.txt --tokenizer train:300 --out notes": "notes is not empty and holds no token store",
+    "tokenize --corpus text.txt --tokenizer train:300 --out notes --overwrite": "notes is not empty and holds no token",
+    f"{EVALUATE} --task parity --out new.jsonl.gz": "new.jsonl.gz is compressed: no line can be appended to it",
     f"{EVALUATE} --task parity --out text.txt/new.jsonl": "cannot write to text.txt/new.jsonl: Not a directory",
     f"{PRETRAIN} --out /proc/new": "/proc/new cannot be used as a run folder",  # where not even root can write
     # of the command line itself

@@ -7,14 +7,16 @@ again, and ends like one that nothing disturbed.
 The quick run has one fault of each kind for some commands; a thorough one has all of them.
 """
 
+import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from metatokens.errors import UserError
 from metatokens.files import append_lines, exclusive
 from metatokens.records import Result
 from tests.reliability.commands import Commands, assert_one_sentence, left, quickly, verbs_of
@@ -205,6 +207,31 @@ def test_a_last_line_that_was_cut_off(
     append_lines(file, ['{"next": 1}', '{"next": 2}'])
     assert file.read_text(encoding="utf-8") == first + after + '{"next": 1}\n{"next": 2}\n'
     assert message in capsys.readouterr().err
+
+
+def test_a_compressed_file_of_any_name_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    file.write_bytes(gzip.compress(b'{"first": 1}\n'))
+    before = file.read_bytes()
+
+    with pytest.raises(UserError, match="is compressed: no line can be appended"):
+        append_lines(file, ['{"next": 1}'])
+
+    assert file.read_bytes() == before
+
+
+def test_lines_of_which_one_cannot_be_made_are_not_begun(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    file.write_text('{"first": 1}\n')
+
+    def lines() -> Iterator[str]:
+        yield '{"next": 1}'
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        append_lines(file, lines())
+
+    assert file.read_text() == '{"first": 1}\n'
 
 
 # --- read-only

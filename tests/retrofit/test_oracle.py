@@ -103,6 +103,14 @@ def test_a_llama_with_meta_attention(layers: tuple[int, ...], tmp_path: Path) ->
     assert error(logits(model, IDS), expected) < ROUNDED
 
 
+def test_a_delta_is_not_saved_where_a_whole_model_is(tmp_path: Path) -> None:
+    model = add_meta_attention(base("llama"), meta_token_id=META)
+    model.save_pretrained(tmp_path)
+
+    with pytest.raises(UserError, match="holds a whole model, which would be loaded"):
+        save_meta(model, tmp_path)
+
+
 @torch.no_grad()
 def test_a_bloom_with_meta_attention(tmp_path: Path) -> None:
     """BLOOM's attention receives the residual stream, and returns the sum."""

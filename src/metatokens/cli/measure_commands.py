@@ -117,9 +117,9 @@ def evaluate(
         results = evaluate(
             loaded, tests, subject, alone=LandmarksAlone(loaded, tokenizer) if is_alone else None
         )
+        write_figures(results, out, as_json=as_json)
         if predictions is not None:
             write_records(_predictions(loaded, tests, tokenizer, results), predictions)
-    write_figures(results, out, as_json=as_json)
 
 
 def _check_sources(

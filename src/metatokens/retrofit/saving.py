@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from metatokens.decoder import decoder_of, own_blocks
 from metatokens.differences import differences
@@ -39,9 +40,14 @@ def save_meta(model: PreTrainedModel, folder: str | Path) -> None:
 
     Raises:
         UserError: if nothing was added to the model, what was added is quantised or sharded, PEFT's adapters are in the
-            model, the base's weights have changed since, or its vocabulary has grown; if the folder cannot be written.
+            model, the base's weights have changed since, or its vocabulary has grown; if the folder cannot be written,
+            or holds a whole model, which would be loaded in place of this one.
     """
     folder = Path(folder)
+    if (folder / SAFE_WEIGHTS_NAME).exists() or (folder / SAFE_WEIGHTS_INDEX_NAME).exists():
+        raise UserError(
+            f"{folder} holds a whole model, which would be loaded: give another folder."
+        )
     if any(type(module).__module__.startswith("peft.") for module in model.modules()):
         raise UserError(
             "adapters are in this model: save what their merge_and_unload() returns, by save_pretrained."
