@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache
 from inspect import signature
+from typing import get_args
 
 import pytest
 
@@ -10,6 +11,7 @@ from benchmarks.speed.cost import flops, forward_products
 from metatokens.data.insertion import meta_token_count
 from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config
+from metatokens.paper.choices import PresetName
 from metatokens.paper.plan import select, stages
 from metatokens.paper.presets import PRESETS
 from metatokens.paper.runner import Runner
@@ -33,6 +35,10 @@ all_presets = pytest.mark.parametrize("name", PRESETS)
 def planned(name):
     """The plan of a preset, made once, since that of a large preset takes half a second."""
     return stages(PRESETS[name])
+
+
+def test_the_commands_offer_all_presets():
+    assert get_args(PresetName) == tuple(PRESETS)
 
 
 def model_of(sizes, name):

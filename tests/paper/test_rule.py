@@ -168,6 +168,10 @@ def test_the_draw_of_prompts_is_that_of_a_two_way_analysis_of_variance():
     assert prompt_variance([-scores]) == pytest.approx(expected)
 
 
+def test_a_single_prompt_shows_nothing_of_the_draw():
+    assert np.isnan(prompt_variance([np.ones((3, 1))]))
+
+
 @pytest.mark.parametrize(
     ("gaps", "is_complete", "expected"),
     [

@@ -2,4 +2,4 @@
 
 from typing import Literal
 
-PresetName = Literal["smoke", "demo", "small", "gpu", "paper"]
+PresetName = Literal["smoke", "demo", "small", "more_text", "paper", "gpu"]

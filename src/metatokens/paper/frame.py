@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from metatokens.errors import UserError
-from metatokens.paper.choices import PresetName
+from metatokens.paper.presets import PRESETS
 from metatokens.paper.records import CurvePoint, Timing
 from metatokens.paper.run_files import RunLines, read_runs
 from metatokens.records import SEPARATOR, AnalysisMetric, Measurement, Metric, Record, Result
@@ -26,7 +26,6 @@ Fields = Mapping[str, Any]
 Run = tuple[str, str, str, int]
 """The task, the model, its positions and its seed."""
 
-PRESETS = get_args(PresetName)
 GRIDS = ("small", "gpu", "paper")  # the presets whose figures are set next to the paper's
 SPEEDS = ("prefill", "decode")  # benchmarks that the paper has figures of
 RATES = (0.5, 1.0, 2.0, 4.0)  # nats, at which distortions are compared
@@ -108,11 +107,7 @@ def load(paths: Sequence[Path]) -> Inputs:
     latest = measured.drop_duplicates(
         [name for name in measured if name not in _OUTCOMES], keep="last"
     )
-    figures = _named(latest.dropna(subset=["value"]))
-    is_of_no_text = (figures["metric"] == "perplexity") & (figures["text"] == "")
-    figures.loc[is_of_no_text, "text"] = "held_out"
-    is_analysis_of_variant = (figures["variant"] != "") & (figures["analysis"] != "")
-    figures = _with_floors(figures[~is_analysis_of_variant])
+    figures = _with_floors(_named(latest.dropna(subset=["value"])))
     curves = _named(_typed(_rows(read.points, CurvePoint)))
     derived = pd.DataFrame([*distortions(figures, RATES), *_slowdowns(read.timings)])
     figures = _typed(pd.concat([figures, derived]))
@@ -230,7 +225,8 @@ def _named(frame: pd.DataFrame) -> pd.DataFrame:
             variant = ""
         variants.append(variant)
         names.append(SEPARATOR.join(words))
-    return frame.assign(variant=variants, model=names)
+    columns_of_text = pd.DataFrame({"variant": variants, "model": names}, frame.index, dtype=object)
+    return frame.assign(**columns_of_text)
 
 
 def _with_floors(figures: pd.DataFrame) -> pd.DataFrame:

@@ -9,7 +9,8 @@
    points of 0, whatever else fits, and shows **no lead of 5 points** if the interval lies below that. Otherwise it is
    **inconclusive**. `claims.py` chooses the settings, and leaves some out.
 
-The rule was written before the experiment ran. That seeds are the observations, and the words, are from afterwards.
+The rule was written before the experiment ran. Two things were decided afterwards: that seeds are the observations, and
+the words of the verdicts.
 """
 
 from collections import Counter, defaultdict
@@ -77,13 +78,19 @@ def prompt_variance(answers: Sequence[Array]) -> float:
     Args:
         answers: for each side an array (runs, prompts) of what a run has at a prompt, negative on the side that is
             subtracted. Every side has the same prompts.
+
+    Returns:
+        NaN for a single prompt, whose draw shows no variance.
     """
+    prompts = answers[0].shape[1]
+    if prompts < 2:
+        return nan
     added = float(np.var(sum(side.mean(axis=0) for side in answers), ddof=1))
     for side in answers:
-        runs, n = side.shape
+        runs = len(side)
         residual = side - side.mean(axis=0) - side.mean(axis=1, keepdims=True) + side.mean()
-        added -= float((residual**2).sum()) / max(runs - 1, 1) / (n - 1) / runs
-    return added / n
+        added -= float((residual**2).sum()) / max(runs - 1, 1) / (prompts - 1) / runs
+    return added / prompts
 
 
 def effect(strata: Sequence[Stratum], level: float = LEVEL) -> Effect:

@@ -43,28 +43,33 @@ def read_runs(paths: Sequence[Path]) -> RunLines:
     """
     lines = RunLines()
     for path in paths:
-        file = lines_file(path, "results") if path.is_dir() else path
-        if path != file and not file.is_file():
-            raise UserError(
-                f"the folder {path} holds no results.jsonl; give a run folder or a file of result lines."
-            )
-        first_line, _, _ = read_text(file).partition("\n")
-        if '"benchmark":' in first_line:  # the key that lines of benchmarks alone have
-            lines.timings += read_lines(file, Timing)
-            continue
-        lines.results += read_lines(file, Result)
         if path.is_dir():
-            lines.measurements += _read_if_there(lines_file(path, "analysis"), Measurement)
-            lines.points += _read_if_there(lines_file(path, "curves"), CurvePoint)
-            lines.examples += _read_if_there(lines_file(path, "examples"), ExampleRecord)
-            if (path / "run.json").exists():
-                lines.runs.append(read_record(path / "run.json", RunInfo))
-            lines.looks |= {page.stem: page for page in sorted((path / LOOKS).glob("*.html"))}
-    if not lines.results:
+            _read_folder(path, lines)
+        elif '"benchmark":' in _first_line(path):  # the key that lines of benchmarks alone have
+            lines.timings += read_lines(path, Timing)
+        else:
+            lines.results += read_lines(path, Result)
+    if not (lines.results or lines.measurements or lines.points or lines.timings):
         raise UserError(
-            f"there is no result in {', '.join(map(str, paths)) or 'an empty list of files'}."
+            f"there is no result in {', '.join(map(str, paths)) or 'an empty list of files'}; "
+            "give a run folder or a file of result lines."
         )
     return lines
+
+
+def _first_line(file: Path) -> str:
+    return read_text(file).partition("\n")[0]
+
+
+def _read_folder(folder: Path, lines: RunLines) -> None:
+    """Add what a run's folder has; a run of a few stages need not have each file."""
+    lines.results += _read_if_there(lines_file(folder, "results"), Result)
+    lines.measurements += _read_if_there(lines_file(folder, "analysis"), Measurement)
+    lines.points += _read_if_there(lines_file(folder, "curves"), CurvePoint)
+    lines.examples += _read_if_there(lines_file(folder, "examples"), ExampleRecord)
+    if (folder / "run.json").exists():
+        lines.runs.append(read_record(folder / "run.json", RunInfo))
+    lines.looks |= {page.stem: page for page in sorted((folder / LOOKS).glob("*.html"))}
 
 
 def _read_if_there(path: Path, kind: type[AnyRecord]) -> list[AnyRecord]:

@@ -18,6 +18,7 @@ from tests.paper.report.made_lines import (
     demo,
     grid,
     perplexity,
+    recall,
     shortcut,
     write,
 )
@@ -227,6 +228,30 @@ def test_a_page_of_perplexities_alone(tmp_path):
     page = page_of(tmp_path, [perplexity(80, 2, recipe="mine")])
 
     assert "80.0 (78.0 to 82.0)" in page
+
+
+def test_a_page_of_learning_curves_alone(tmp_path):
+    curves = [recall(step, step / 1000, seed=seed) for step in (100, 500) for seed in range(3)]
+    run = write(tmp_path / "run", curves=curves)
+
+    page = write_quick_report([run], tmp_path / "report")
+
+    assert "figures/learning.png" in page
+
+
+def test_what_was_only_asked_with_the_text_covered_has_no_other_figure(tmp_path):
+    hidden = {"train_length": 128, "length": 128, "recipe": "demo", "kv_kept": 0.013}
+    of_pause = accuracy(0.3, model="pause", intervention="landmarks_alone", **hidden)
+
+    page = page_of(tmp_path, [accuracy(0.8, **hidden), of_pause])
+
+    assert "pause answers 30.0 %; guessing" in quoted(page)[-1]
+
+
+def test_models_whose_train_length_is_unknown_are_shown(tmp_path):
+    page = page_of(tmp_path, [accuracy(0.5, train_length=None, train_condition=None)])
+
+    assert "Which model learned which task" in headings(page)
 
 
 @pytest.mark.slow  # two drawn reports; that equal figures give equal bytes is tested without a page

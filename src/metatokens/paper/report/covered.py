@@ -22,11 +22,12 @@ def sentences(tables: Tables) -> list[str]:
         description = CONTENT["models"].get(model)
         named.append(f"{model} ({description})" if description else model)
         mean_hidden, _, _ = Cell.of(select(hidden, model=model)).estimate()
-        mean_in_sight, _, _ = Cell.of(select(in_sight, model=model)).estimate()
-        answers.append(
-            f"{model} answers {PERCENT(mean_hidden)} % (with the text in sight "
-            f"{PERCENT(mean_in_sight)} %)"
-        )
+        answer = f"{model} answers {PERCENT(mean_hidden)} %"
+        with_text = Cell.of(select(in_sight, model=model))
+        if with_text.runs:
+            mean_in_sight, _, _ = with_text.estimate()
+            answer += f" (with the text in sight {PERCENT(mean_in_sight)} %)"
+        answers.append(answer)
     numbers_of_questions = sorted(set(hidden["n"]))
     n = listed([*map(number, numbers_of_questions)], "or")
     chance = hidden["chance"].max()

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from markupsafe import Markup
 from metatokens.errors import UserError
 from metatokens.files import write_whole
 from metatokens.looking.style import png
-from metatokens.paper.claims import claims, judge
-from metatokens.paper.frame import PRESETS, SPEEDS, Inputs, load
+from metatokens.paper.claims import ClaimResult, claims, judge
+from metatokens.paper.frame import SPEEDS, Inputs, load
+from metatokens.paper.presets import PRESETS
 from metatokens.paper.report import covered, figures, overview
 from metatokens.paper.report.paper_numbers import paper_table
 from metatokens.paper.report.tables import Tables
@@ -89,14 +91,6 @@ def _markdown(inputs: Inputs, out: Path, pictures: Pictures) -> dict[str, str]:
     """The pages in Markdown; their pictures are drawn into `pictures`."""
     results = [judge(inputs, claim) for claim in claims()]
 
-    def picture(name: str) -> Markup:
-        measured = results if name == "claims" else tables
-        drawn = getattr(figures, name)(measured)
-        if not drawn.axes:  # nothing was measured
-            return Markup("")
-        pictures[name] = png(drawn)
-        return Markup(f"![{escape(CONTENT['alternatives'][name])}](figures/{name}.png)")
-
     # Every value is escaped where it is printed, except for what a template marks as markup.
     environment = _environment(finalize=escape)
     environment.filters |= {
@@ -110,23 +104,40 @@ def _markdown(inputs: Inputs, out: Path, pictures: Pictures) -> dict[str, str]:
         "html": lambda text: Markup(html.escape(text, quote=False).replace("\n", "&#10;")),
     }
     content = _content(inputs) | {
-        "picture": picture,
         "results": results,
         "has_intervals": any(math.isfinite(result.effect.low) for result in results),
     }
     texts = {}
     for page in _PAGES:
         tables = Tables(inputs, by_seed=page == "tables.md")
-        content |= {"page": page, "sections": CONTENT["pages"][page], "tables": tables}
-        text = environment.get_template("page.md.j2").render(content)
+        of_page = {
+            "page": page,
+            "sections": CONTENT["pages"][page],
+            "tables": tables,
+            "picture": partial(_picture, tables, results, pictures),
+        }
+        text = environment.get_template("page.md.j2").render(content | of_page)
         texts[page] = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
     return texts
+
+
+def _picture(
+    tables: Tables, results: Sequence[ClaimResult], pictures: Pictures, name: str
+) -> Markup:
+    """The Markdown of a picture, which is drawn into `pictures`; empty if nothing of it was measured."""
+    measured = results if name == "claims" else tables
+    drawn = getattr(figures, name)(measured)
+    if not drawn.axes:
+        return Markup("")
+    pictures[name] = png(drawn)
+    return Markup(f"![{escape(CONTENT['alternatives'][name])}](figures/{name}.png)")
 
 
 def _content(inputs: Inputs) -> dict[str, Any]:
     """The values that the template shows."""
     read = inputs.read
-    preset = (read.results[0].recipe or "").partition("/")[0]
+    first_recipes = [lines[0].recipe for lines in (read.results, read.points) if lines]
+    preset = next(filter(None, first_recipes), "").partition("/")[0]
     models: dict[str, list[Any]] = {}
     for run in read.runs:
         for name, info in run.models.items():

@@ -119,6 +119,7 @@ def _main_fields(accuracies: pd.DataFrame) -> Fields:
         values = ordered(accuracies[column])
         fields[column] = value if value in values else values[0]
         accuracies = accuracies[accuracies[column] == fields[column]]
-    train_length, lengths = accuracies["train_length"].min(), accuracies["length"]
+    lengths, train_lengths = accuracies["length"], accuracies["train_length"].dropna()
+    train_length = None if train_lengths.empty else train_lengths.min()
     length = train_length if (lengths == train_length).any() else lengths.min()
     return {**fields, "train_length": train_length, "length": length}
