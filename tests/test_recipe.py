@@ -172,6 +172,10 @@ def test_a_wrong_override_is_named_with_what_is_allowed(override, sentence):
         ("training: [1\nmodel: }", "cannot be read as YAML"),
         ("model: {hidden_size: 8}\n", "training: Field required."),
         (
+            "training: {max_steps: 1, max_steps: 2}\n",
+            "a mapping has a key twice among max_steps, m",
+        ),
+        (
             "training: {max_steps: 1, lr: 1}\n",
             "training.lr: Extra inputs are not permitted",
         ),

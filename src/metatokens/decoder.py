@@ -162,7 +162,7 @@ def _bytes_of_a_token(model: Any) -> _TokenBytes:
 
 def left_padded(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
     """The ids of prompts, (prompts, longest) int64, with padding on the left, and their mask, 1 at real tokens."""
-    ids = [torch.tensor(row) for row in rows]
+    ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
     masks = map(torch.ones_like, ids)
     padded = pad_sequence(ids, batch_first=True, padding_value=pad_token_id, padding_side="left")
     return padded, pad_sequence([*masks], batch_first=True, padding_side="left")

@@ -185,7 +185,8 @@ class TrainingSettings(TrainerSettings):
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * process_count()
 
 
-# Settings that do not change the result (`batch` does), so a run may be resumed with other ones.
+# Settings that a run may be resumed with other values of. They change the result by rounding alone, unless a stage has
+# the auxiliary loss `bracket_loss`, a mean in each micro-batch.
 WITHOUT_EFFECT = {
     "training": {
         "per_device_train_batch_size",
@@ -457,15 +458,24 @@ def parse_yaml(text: str | bytes) -> Any:
     """Parse a YAML text of plain values, lists and mappings.
 
     Raises:
-        YAMLError: if it is anything else.
+        YAMLError: if it is anything else, or a mapping has a key twice, of which one would be lost.
     """
     return copy.deepcopy(_parsed(text))
+
+
+class _LoaderOfUniqueKeys(yaml.SafeLoader):
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys = [key.value for key, _ in node.value]
+        if len(keys) > len(set(keys)):
+            raise yaml.YAMLError(f"a mapping has a key twice among {', '.join(keys)}")
+        return node
 
 
 @lru_cache(maxsize=100)  # a plan reads its recipes and overrides hundreds of times
 def _parsed(text: str | bytes) -> Any:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _LoaderOfUniqueKeys)
     except yaml.YAMLError:
         raise
     except Exception as error:  # PyYAML's converters raise others: `!!int x` a ValueError

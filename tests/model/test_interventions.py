@@ -63,6 +63,11 @@ def test_other_names_are_refused(name: str) -> None:
         Intervention.parse(name)
 
 
+def test_another_kind_is_refused() -> None:
+    with pytest.raises(UserError, match="no intervention 'no_position'; allowed are no_pos"):
+        Intervention("no_position")
+
+
 # --- what they do
 
 

@@ -289,6 +289,7 @@ MISTAKES = {
     "--questions nowhere.jsonl": "nowhere.jsonl",
     "--questions empty.jsonl": "empty.jsonl holds no record",
     "--questions few.jsonl": "few.jsonl has 9 records, and every tenth is held out: give at least 10",
+    "--model without-start --questions bare.jsonl": "bare.jsonl has a prompt of a single token",
     "--questions long.jsonl": "long.jsonl has a record of 2,0",
     "--questions marked.jsonl --landmarks sentence": "marked.jsonl has records with markers",
     "--forms nowhere.yaml": "nowhere.yaml holds no forms of look-ups",
@@ -305,6 +306,11 @@ def ground(base, tmp_path_factory):
     marked = {"prompt": "A _PAUSE_ bird.", "markers": [1], "completion": " b"}
     (folder / "marked.jsonl").write_text(f"{json.dumps(marked)}\n" * 10)
     (folder / "few.jsonl").write_text(f"{json.dumps(QUESTION)}\n" * 9)
+    bare = QUESTION | {"prompt": "A"}
+    (folder / "bare.jsonl").write_text(f"{json.dumps(bare)}\n" * 10)
+    shutil.copytree(base, folder / "without-start")
+    tokenizer = json.loads((base / "tokenizer.json").read_text()) | {"post_processor": None}
+    (folder / "without-start" / "tokenizer.json").write_text(json.dumps(tokenizer))
     long = QUESTION | {"prompt": "A bird. " * 500}
     (folder / "long.jsonl").write_text(f"{json.dumps(long)}\n" * 10)
     shutil.copytree(base, folder / "sliding")
@@ -339,6 +345,15 @@ def test_a_mistake_is_one_sentence_before_anything_is_written(
     monkeypatch.chdir(ground)
     assert words in refused(metatokens, f"{line} --out {tmp_path}/new {options}")
     assert not list(tmp_path.iterdir())
+
+
+def test_overwriting_keeps_the_text(line, documents, tmp_path, metatokens):
+    (tmp_path / "run").mkdir()
+    write_documents(tmp_path / "run" / "text.jsonl", documents)
+
+    overwriting = f"--text {tmp_path}/r*/text.jsonl --out {tmp_path}/run --overwrite"
+
+    assert "run/text.jsonl, which this run reads" in refused(metatokens, f"{line} {overwriting}")
 
 
 @pytest.mark.usefixtures("no_step")

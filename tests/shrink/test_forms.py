@@ -15,6 +15,8 @@ BAD = {
     "exam: {}": "forms are for train or test, not for 'exam'",
     f"train: {{statement: [{GOOD.replace('{word}', '{town}')}]}}": "has the placeholder {town}",
     f"train: {{statement: [{GOOD.replace('{word}', '{}')}]}}": "has the placeholder {}",
+    f"train: {{statement: [{GOOD.replace('{word}', '{word:,}')}]}}": "has the placeholder {word:,}",
+    f"train: {{statement: [{GOOD.replace('{word}', '{word!r}')}]}}": "has the placeholder {word!r}",
     f"train: {{statement: [{{{SENTENCE}}}]}}": "answer: Field required",
     f'train: {{statement: [{GOOD[:-1]}, kept: " "}}]}}': "kept: Extra inputs are not permitted",
     f"train: {{statement: [{GOOD.replace('{word}', '{word')}]}}": "cannot be used: ",

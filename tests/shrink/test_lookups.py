@@ -124,6 +124,8 @@ def test_a_conversation_is_the_templates(lookups, plain):
         TEMPLATE.replace("{% if add_generation_prompt %}<", "{% if add_generation_prompt %}A: <"),
         TEMPLATE.replace("message.content", "message.content ~ message.content"),
         "{{ raise_exception('roles must alternate') }}",
+        "{{ messages + 1 }}",  # a TypeError
+        {"tool_use": TEMPLATE},  # none is the default: a ValueError
         TEMPLATE.replace("assistant\n", "assistant\n<think>\n"),
     ],
 )

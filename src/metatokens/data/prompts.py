@@ -21,6 +21,11 @@ from metatokens.data.tokenizer import (
 from metatokens.errors import UserError
 from metatokens.records import split_at
 
+TEMPLATE_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+)  # of a chat template, or of a choice among several
 _BREAK = "\ufdd0"  # within the texts of control tokens in messages; Unicode keeps it for programs' own use
 
 
@@ -126,7 +131,7 @@ def without_control(
 
 
 def _control(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The texts of a tokenizer's control tokens, those that begin with another before it."""
+    """The texts of a tokenizer's control tokens, longest first, so that none hides a longer one that it begins."""
     return sorted(control_texts(tokenizer.backend_tokenizer).values(), key=len, reverse=True)
 
 
@@ -153,7 +158,7 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, s
         return str(
             tokenizer.apply_chat_template(safe_messages, tokenize=False, add_generation_prompt=True)
         )
-    except TemplateError as error:
+    except TEMPLATE_ERRORS as error:
         raise UserError(f"the chat template does not take these messages: {error}.") from error
 
 

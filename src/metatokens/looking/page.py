@@ -189,7 +189,7 @@ def _title_of(look: Look, module: str) -> str:
 
 def _module(look: Look, module: str, layer: int, side: int) -> dict[str, Any]:
     """A layer's attention: maps and row entropies, of the mean over heads and of each head."""
-    weights = _after_their_mean(look.attention(module, layer).float())
+    weights = _after_their_mean(look.attention(module, layer).float().cpu())
     step = math.ceil(weights.shape[-1] / side)
     forgotten = look.forgotten(module, layer)
     # The mean of the heads' entropies, which is not the entropy of their mean weights.
@@ -200,7 +200,7 @@ def _module(look: Look, module: str, layer: int, side: int) -> dict[str, Any]:
         "positions": look.positions(module, layer).tolist(),
         "forgotten": None
         if forgotten is None
-        else _bytes(coarse(forgotten[None].float(), step) / step),
+        else _bytes(coarse(forgotten[None].float().cpu(), step) / step),
         "step": step,
         "maps": [_bytes(weights_of_head) for weights_of_head in coarse(weights, step)],
         "entropy": entropies,

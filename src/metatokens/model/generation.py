@@ -408,7 +408,9 @@ def _prompt_length(inputs: Tensor | None, kwargs: Mapping[str, Any]) -> int:
             "position_ids do not support inserted meta-tokens, which take positions of their own."
         )
     prompt, mask = kwargs.get("input_ids", inputs), kwargs.get("attention_mask")
-    has_other_inputs = prompt is None or "inputs_embeds" in kwargs or "meta_token_mask" in kwargs
+    has_other_inputs = prompt is None or any(
+        kwargs.get(name) is not None for name in ("inputs_embeds", "meta_token_mask")
+    )
     if has_other_inputs or (mask is not None and mask.shape != prompt.shape):
         raise UserError(
             "to insert meta-tokens, give generate() the whole sequence as input_ids, cached tokens included, and an "

@@ -28,13 +28,15 @@ from metatokens.model.wrappers import unwrapped
 
 _NAME = re.compile(r"(no_pos|no_embed|neither)|(noise):(\d+(?:\.\d+)?(?:e-?\d+)?)(:meta)?(:raw)?")
 
+KINDS = ("no_pos", "no_embed", "neither", "noise")
+
 
 @dataclass(frozen=True)
 class Intervention:
     """A change to the model's input; `str()` gives the name that `parse` reads.
 
     Attributes:
-        kind: what changes.
+        kind: what changes, one of `KINDS`; any other is a UserError.
             `no_pos`: a meta-token has no position. Learned: p_t = 0. Rotary: its query and key are not rotated, in
             either attention, as if its position were 0; YaRN's scale of the rotation, which is no position, stays.
             `no_embed`: the embedding of a meta-token is 0; its position stays, and so does its row of the head, tied to
@@ -53,6 +55,10 @@ class Intervention:
     scale: float = 0.0
     meta_only: bool = True
     raw: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UserError(f"no intervention {self.kind!r}; allowed are {', '.join(KINDS)}.")
 
     @classmethod
     def parse(cls, name: str) -> "Intervention":

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import yaml
-from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
 
+from metatokens.data.prompts import TEMPLATE_ERRORS
 from metatokens.data.tokenizer import (
     beginning_of,
     control_texts,
@@ -71,8 +71,14 @@ class Form(BaseModel):
 
 
 def _placeholders(text: str) -> list[str]:
-    names = [name for _, name, _, _ in Formatter().parse(text) if name is not None]
-    return list(dict.fromkeys(names))
+    """What stands in braces, each once: a name, and a conversion or a format behind it, which no form may have."""
+    inside: dict[str, None] = {}
+    for _, name, format_behind, conversion in Formatter().parse(text):
+        if name is not None:
+            conversion_behind = f"!{conversion}" if conversion else ""
+            colon = ":" if format_behind else ""
+            inside[f"{name}{conversion_behind}{colon}{format_behind}"] = None
+    return [*inside]
 
 
 Forms = dict[str, tuple[Form, ...]]  # by purpose, `train` and `test`
@@ -164,8 +170,8 @@ class Turns:
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> "Turns | None":
         """Those of a tokenizer.
 
-        None if it has no template, the template fails, or it puts other things around other messages. So does the
-        template of a model that thinks before it answers.
+        None if it has no template, the template fails, or it puts other things around other messages, as the template
+        of a model does that thinks before it answers.
         """
         if tokenizer.chat_template is None:
             return None
@@ -174,7 +180,7 @@ class Turns:
             rendered = str(
                 tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             )
-        except TemplateError:
+        except TEMPLATE_ERRORS:
             return None
         parts = rendered.split(_TURN)
         if len(parts) != len(messages) + 1:

@@ -20,6 +20,7 @@ from metatokens.checkpoint import (
     load_model,
     weights_sha256,
 )
+from metatokens.data.corpus import files_of
 from metatokens.data.landmarks import Landmarks
 from metatokens.errors import UserError
 from metatokens.files import file_sha256, write_whole
@@ -116,7 +117,8 @@ def shrink(
     """
     check_peft()
     run = _Run(recipe, model, list(corpora), out, forms, questions)
-    inputs = [model, forms, questions, *map(Path, corpora)]
+    text_files = [Path(file) for corpus in corpora for file in files_of(corpus)]
+    inputs = [model, forms, questions, *text_files]
     with open_run(out, run.settings, overwrite=overwrite, inputs=inputs):
         run.choose(watch)
         run.ask_base(watch)
@@ -188,6 +190,10 @@ class _Run:
         if len(records) < HELD_OUT_EVERY:
             raise UserError(
                 f"{questions} has {len(records)} records, and every tenth is held out: give at least {HELD_OUT_EVERY}."
+            )
+        if any(record.answer_start < 2 for record in records):
+            raise UserError(
+                f"{questions} has a prompt of a single token: there is no text to be asked about."
             )
         longest = max(len(record.input_ids) for record in records)
         if longest > limit:
