@@ -1,7 +1,6 @@
 """Functions for any decoder: find its blocks and its kind of positions, compute chosen logits, continue prompts."""
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,14 +34,14 @@ def decoder_of(model: PreTrainedModel) -> tuple[Any, Any]:
                 if isinstance(child, nn.ModuleList) and len(child) >= count:
                     return module, child
     raise UserError(
-        f"meta-attention cannot be added to a {type(model).__name__}: it has no list of {count} blocks."
+        f"a {type(model).__name__} is no decoder that can be used: it has no list of {count} blocks."
     )
 
 
 def own_blocks(config: Any) -> int:
     """The number of blocks with keys and values of their own.
 
-    In small Gemma 4 models the last blocks share those of earlier ones, and read only positions whose logits are kept.
+    In small Gemma 4 models the last blocks share those of earlier ones, and run only where logits are kept.
     """
     text = config.get_text_config()
     return text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", None) or 0)
@@ -114,13 +113,13 @@ def measure_cache_share(
         is_held = is_meta | (position < sinks) | (position >= len(ids) - window)
         counts.append((len(ids), is_held.sum(), is_meta.sum()))
     tokens, held, metas = np.sum(counts, axis=0).tolist()
+    held_by_full_heads = held if metas_alone else tokens
     token = _bytes_of_a_token(model)
-    if metas_alone:
-        token = token._replace(full=0, full_share=0.0)
-    size = (token.all - token.full) * held + token.full * tokens + token.meta_besides * metas
+    tokens_kept = (1 - token.full_share) * held + token.full_share * held_by_full_heads
+    size = token.forgetting * held + token.full * held_by_full_heads + token.meta_besides * metas
     return {
         "text_window": window or None,
-        "kv_kept": round(token.full_share + (1 - token.full_share) * (held / tokens), 4),
+        "kv_kept": round(tokens_kept / tokens, 4),
         "kv_bytes": round(size / len(counts)),
     }
 
@@ -129,13 +128,13 @@ class _TokenBytes(NamedTuple):
     """The bytes that a cache takes for a token.
 
     Attributes:
-        all: in all of its layers.
-        full: of blocks and heads that keep all text, and of the notes on these.
+        forgetting: in blocks and heads that forget text, and in the notes on these.
+        full: in blocks and heads that keep all text, and in the notes on these.
         full_share: the share of the keys and values that such blocks and heads have.
         meta_besides: what a meta-token takes besides.
     """
 
-    all: int
+    forgetting: int
     full: int
     full_share: float
     meta_besides: int
@@ -144,18 +143,25 @@ class _TokenBytes(NamedTuple):
 def _bytes_of_a_token(model: Any) -> _TokenBytes:
     one_meta_token = torch.tensor([[model.config.meta_token_id]], device=model.device)
     cache = model.eval()(one_meta_token, use_cache=True)[CACHE]
-    sizes: Counter[tuple[bool, bool]] = Counter()  # by whether it holds everything, and has notes
+
+    def size(*, is_full: bool, are_notes: bool) -> int:
+        return sum(
+            layer.keys.nbytes + layer.values.nbytes
+            for layer in cache.layers
+            if getattr(layer, "holds_everything", False) == is_full
+            and getattr(layer, "has_notes", False) == are_notes
+        )
+
+    full = size(is_full=True, are_notes=False)
+    forgetting = size(is_full=False, are_notes=False)
     meta_besides = 0
     for layer in cache.layers:
-        kind = getattr(layer, "holds_everything", False), getattr(layer, "has_notes", False)
-        sizes[kind] += layer.keys.nbytes + layer.values.nbytes
         second_keys_and_values = (getattr(layer, "second", None) or ())[:2]
         meta_besides += sum(tensor.nbytes for tensor in second_keys_and_values)
-    full_keys_and_values = sizes[True, False]
     return _TokenBytes(
-        all=sizes.total(),
-        full=full_keys_and_values + sizes[True, True],
-        full_share=full_keys_and_values / (full_keys_and_values + sizes[False, False]),
+        forgetting=forgetting + size(is_full=False, are_notes=True),
+        full=full + size(is_full=True, are_notes=True),
+        full_share=full / (full + forgetting),
         meta_besides=meta_besides,
     )
 

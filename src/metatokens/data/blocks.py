@@ -130,10 +130,9 @@ class _TextWithLandmarks:
         """The stretch that begins with token `start` of the text, with its landmarks."""
         around_start = max(0, start - BEFORE)  # the rule reads tokens on both sides of a landmark
         around = self._text[around_start : start + self._size + AFTER]
-        stretch = around[start - around_start :][: self._size]
-        gaps = np.flatnonzero(self.landmarks(around, around_start)) + 1 + around_start - start
-        gaps = gaps[(gaps > 0) & (gaps <= len(stretch))]
-        return np.insert(stretch, gaps, self.landmarks.meta_token_id)
+        stretch = slice(start - around_start, start - around_start + self._size)
+        marked = np.flatnonzero(self.landmarks(around, around_start)[stretch])
+        return np.insert(around[stretch], marked + 1, self.landmarks.meta_token_id)
 
 
 def shuffled(index: int, size: int, key: str) -> int:

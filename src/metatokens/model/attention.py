@@ -134,7 +134,7 @@ class CausalAttention(Attention):
         if store is not None:
             k, v = store.update(k, v, self.layer_idx, kwargs=engine)
         if cache is not None and isinstance(mask, Tensor):  # not the block mask of flex attention
-            # It was made for the first module, which may have the keys of a prefix of PEFT too, before all others.
+            # The mask fits the first module, where PEFT's prefix may add keys in front. A second one has none of these.
             mask = mask[..., -k.shape[2] :]
         out, weights = attend(self, q, k, v, mask, scaling=self.scaling, dropout=0.0, **engine)
         return linear(self.out_proj, out.flatten(2)), weights
@@ -242,10 +242,10 @@ class MetaAttention(Attention):
             k = k.masked_fill(is_text, 0.0)
         feature = torch.zeros_like(k[..., :1]).masked_fill(is_text, TEXT_FEATURE)
         head_size = q.shape[-1]
-        zeros = 7 - head_size % 8  # kernels take sizes that are multiples of 8
-        q = pad(pad(q, (0, 1), value=1.0), (0, zeros))
-        k = pad(torch.cat([k, feature], dim=-1), (0, zeros))
-        v = pad(v, (0, 1 + zeros))
+        unused = -(head_size + 1) % 8  # kernels take sizes that are multiples of 8
+        q = pad(pad(q, (0, 1), value=1.0), (0, unused))
+        k = pad(torch.cat([k, feature], dim=-1), (0, unused))
+        v = pad(v, (0, 1 + unused))
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
         if mask is not None and mask.dtype != torch.bool:

@@ -22,8 +22,10 @@ from metatokens.errors import UserError
 from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.rows import DenseRows, GatheredRows, shown
 
-# The mixins go in front of several kinds of caches and layers, whose root classes Python requires here too. `Any` has
-# their methods for mypy.
+_OTHER_KIND = "give a DynamicCache or a StaticCache as past_key_values, not offloaded."
+
+# Mixins go in front of several kinds of caches and layers. Python requires that they have the same root class; mypy is
+# told `Any`, which has all methods.
 AnyCache: Any = object
 AnyCacheLayer: Any = ABC
 
@@ -261,11 +263,14 @@ def add_second_stores(
     layers_needed = blocks if second == "none" else 2 * blocks
     if isinstance(cache, StaticCache) and add_second_layers(cache, layers_needed):
         return
-    layers = getattr(cache, "layers", [None])
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        raise UserError(_OTHER_KIND)
+    kinds = {type(layer) for layer in layers}
     if (
         isinstance(cache, DynamicCache)
         and not cache.offloading
-        and all(type(layer) in (DynamicLayer, MetaTokenCacheLayer) for layer in layers)
+        and kinds <= {DynamicLayer, MetaTokenCacheLayer}
     ):
         total = 2 * blocks if holds_all_rows or second == "causal" else blocks
         cache.layers = [*layers, *(DynamicLayer() for _ in range(total - len(layers)))]
@@ -273,4 +278,4 @@ def add_second_stores(
         for layer in cache.layers:
             layer.__class__ = MetaTokenCacheLayer
     elif not all(isinstance(layer, MetaTokenCacheLayer) for layer in layers):
-        raise UserError("give a DynamicCache or a StaticCache as past_key_values, not offloaded.")
+        raise UserError(_OTHER_KIND)

@@ -81,8 +81,8 @@ class ForgettingRule:
             make_forgetting(cache, config)
             cache.make_room(notes[0], config.text_window)
             notes = cache.take_note(notes)
-        full = [cls(positions, keys) for keys in notes[1:]]
-        return cls(positions, notes[0], *full)
+        full = cls(positions, notes[1]) if len(notes) == 2 else None
+        return cls(positions, notes[0], full)
 
     def mask_function(self) -> Callable[[Any, Any, Any, Any], Tensor]:
         """The rule as a mask function of transformers, whose indices count from 0, and broadcast."""
@@ -119,14 +119,10 @@ class ForgettingRule:
 
     def seen(self) -> Tensor:
         """Which keys each query sees, (batch, length, keys) bool."""
-        batch, keys = self.keys.positions.shape
-        sizes = (batch, self.positions.shape[1], keys)
-        batch_index, query_index, key_index = (
-            torch.arange(size, device=self.positions.device) for size in sizes
-        )
-        return self.mask_function()(
-            batch_index[:, None, None], None, query_index[:, None], key_index
-        )
+        positions = self.positions[:, :, None]
+        is_earlier = self.keys.positions[:, None, :] <= positions
+        is_remembered = positions <= self.keys.last_readers[:, None, :]
+        return is_earlier & is_remembered
 
 
 def _check_order(positions: Tensor, is_real: Tensor, cache: Any) -> None:

@@ -79,8 +79,8 @@ class FullHeads(NamedTuple):
     """Which key-value heads of a block keep all text; some do, and some do not.
 
     Attributes:
-        are_full: whether each head does, up to the last one that does. As indices, a graph of torch.compile would take
-            them for inputs.
+        are_full: whether each head does, up to the last one that does. Indices would be inputs of a graph of
+            torch.compile, and these are constants.
     """
 
     are_full: tuple[bool, ...]
@@ -266,11 +266,14 @@ def make_forgetting(cache: Any, config: Any) -> None:
 
 def full_heads_by_block(config: Any) -> dict[int, FullHeads]:
     """The full heads of each block that has some; only retrofitted models have any."""
-    are_full: dict[int, list[bool]] = defaultdict(list)
+    heads_of: dict[int, list[int]] = defaultdict(list)
     for block, head in getattr(config, "text_full_heads", None) or ():  # ascending
-        of_block = are_full[block]
-        of_block += [False] * (head - len(of_block)) + [True]
-    return {block: FullHeads(tuple(of_block)) for block, of_block in are_full.items()}
+        heads_of[block].append(head)
+    full_heads = {}
+    for block, heads in heads_of.items():
+        up_to_the_last = range(heads[-1] + 1)
+        full_heads[block] = FullHeads(tuple(head in heads for head in up_to_the_last))
+    return full_heads
 
 
 def _check_kind(cache: Any) -> None:

@@ -298,18 +298,14 @@ class MetaTokenGenerationMixin(GenerationMixin):
 
         No meta-token is inserted into a prompt, so its chunks are read without the arguments of this class.
         """
-        chunk_size = generation_config.prefill_chunk_size
-        if self.config.text_window is not None and model_kwargs.get(CACHE) is not None:
-            chunk_size = chunk_size or READ_AT_ONCE
-        if not self._can_split_prompt(generation_config, model_kwargs):
-            chunk_size = None
         generation_config = copy(generation_config)
+        chunk_size = self._chunk_size(generation_config, model_kwargs)
         generation_config.prefill_chunk_size = chunk_size
-        if chunk_size is not None:
-            model_kwargs = _without_step_arguments(model_kwargs)
+        if chunk_size is None:
+            return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
+        model_kwargs = _without_step_arguments(model_kwargs)
         cache = model_kwargs.get(CACHE)
-        is_filled = cache is not None and int(cache.get_seq_length()) > 0
-        if chunk_size is None or not is_filled:
+        if cache is None or not int(cache.get_seq_length()):
             return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
         # Not all releases of transformers split what follows a filled cache.
         generation_config.prefill_chunk_size = None
@@ -319,17 +315,20 @@ class MetaTokenGenerationMixin(GenerationMixin):
             output = super()._prefill(chunk, generation_config, inputs, is_first_iteration)
         return output
 
-    def _can_split_prompt(
+    def _chunk_size(
         self, generation_config: GenerationConfig, inputs: Mapping[str, Any]
-    ) -> bool:
-        """Whether chunks of a prompt give the same as the whole.
+    ) -> int | None:
+        """The tokens of a prompt that are read at once; None: all.
 
-        They do not where the hidden states or the weights of the whole prompt are to be returned, where the rotary
-        frequencies depend on the length of the text, and where transformers would not split the inputs: embeddings.
+        Chunks would not give the same where the hidden states or the weights of the whole prompt are to be returned,
+        and where the rotary frequencies depend on the length of the text. transformers does not split embeddings.
         """
         is_embedded = inputs.get("inputs_embeds") is not None
         returns_all = generation_config.output_hidden_states or generation_config.output_attentions
-        return not (is_embedded or returns_all or rotates_by_length(self.config))
+        if is_embedded or returns_all or rotates_by_length(self.config):
+            return None
+        forgets = self.config.text_window is not None and inputs.get(CACHE) is not None
+        return generation_config.prefill_chunk_size or (READ_AT_ONCE if forgets else None)
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         # transformers expects the names in `prepare_inputs_for_generation`, which PEFT replaces by one with **kwargs.

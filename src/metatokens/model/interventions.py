@@ -93,6 +93,11 @@ class Intervention:
         """Whether it changes positions."""
         return self.kind != "no_embed"
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Those of a result that name it."""
+        return {"intervention": str(self), "noise_seed": 0 if self.is_random else None}
+
     def __str__(self) -> str:
         if not self.is_random:
             return self.kind

@@ -51,25 +51,28 @@ def packed_sequences(
     Raises:
         UserError: if several sequences have a cache, or `lengths` without positions that begin again.
     """
-    numbers = None
+    begins = None
     if attention_mask is None and position_ids is not None:
         steps = position_ids.diff(dim=-1)
         begins = pad(steps != 1 if at_jumps else steps <= 0, (1, 0))
-        if torch.compiler.is_compiling():
-            may_be_packed = cache is None
-        else:  # a decoding step, of one token, is spared a device sync
-            may_be_packed = position_ids.shape[-1] > 1 and bool(begins.any())
-        if may_be_packed:
-            numbers = begins.cumsum(dim=-1)
-    if numbers is not None and cache is not None:
+    if begins is None or not _may_be_packed(begins, cache):
+        if lengths is not None and len(lengths) > 2:
+            raise UserError(
+                "packed sequences need position_ids that start again with each, not cu_seq_lens_q alone."
+            )
+        return None
+    if cache is not None:
         raise UserError(
             "sequences packed into one row cannot have a cache; give each its own row, padded."
         )
-    if numbers is None and lengths is not None and len(lengths) > 2:
-        raise UserError(
-            "packed sequences need position_ids that start again with each, not cu_seq_lens_q alone."
-        )
-    return numbers
+    return begins.cumsum(dim=-1)
+
+
+def _may_be_packed(begins: Tensor, cache: Cache | None) -> bool:
+    if torch.compiler.is_compiling():
+        return cache is None
+    # A decoding step, of one token, is spared a device sync.
+    return begins.shape[-1] > 1 and bool(begins.any())
 
 
 def counts_within(sequences: Tensor) -> Tensor:

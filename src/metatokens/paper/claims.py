@@ -25,9 +25,9 @@ Fields = dict[str, Any]
 Side = Fields | float | Literal["chance"]
 
 # Settings that differ in one of these have other runs.
-_TRAINED = ("task", "model", "variant", "position_embedding")
+_BY_RUNS = ("task", "model", "variant", "position_embedding")
 # Sides that agree in all of these have the same runs.
-_TRAINING = ("model", "variant", "position_embedding", "train_condition")
+_SAME_RUNS = ("model", "variant", "position_embedding", "train_condition")
 
 
 class Claim(BaseModel):
@@ -74,7 +74,7 @@ class Claim(BaseModel):
         """How many strata it names."""
         combinations = 0
         for over in self.over:
-            combinations += prod(len(over[key]) for key in over if key in _TRAINED)
+            combinations += prod(len(over[key]) for key in over if key in _BY_RUNS)
         return combinations * len(self.b)
 
     def figures(self, b: Side) -> list[tuple[int, Fields]]:
@@ -207,7 +207,7 @@ def _strata(inputs: Inputs, claim: Claim, b: Side, over: Fields) -> Iterator[Mea
     """The strata of one comparison, in the order of its lists."""
     keys = [key for key in over if key != "ratio"]
     scores = _scores(inputs, claim, b, over, keys)
-    stratum_keys = [key for key in keys if key in _TRAINED]
+    stratum_keys = [key for key in keys if key in _BY_RUNS]
     for stratum_values in product(*(over[key] for key in stratum_keys)):
         fields = dict(zip(stratum_keys, stratum_values, strict=True))
         settings: list[Setting] = []
@@ -238,19 +238,15 @@ def _scores(inputs: Inputs, claim: Claim, b: Side, over: Fields, keys: list[str]
         for key in ("train_length", "length"):
             lists[key] = [length // inputs.scale for length in over[key]]
     figures = claim.figures(b)
-    trainings = [tuple(fields.get(key) for key in _TRAINING) for _, fields in figures]
-    measured = [_measured(inputs, claim, {**lists, **fields}) for _, fields in figures]
-    settings = measured[0][keys].drop_duplicates()
+    trainings = [tuple(fields.get(key) for key in _SAME_RUNS) for _, fields in figures]
     in_settings: list[pd.DataFrame] = []
     for figure, (sign, fields) in enumerate(figures):
-        rows = measured[figure].assign(
-            figure=figure,
-            sign=sign,
-            training=trainings.index(trainings[figure]),
-            prompts=lambda rows: (
-                rows["task"] + rows["condition"] + rows["length"].fillna(0).astype(str)
-            ),
-        )
+        rows = _measured(inputs, claim, {**lists, **fields})
+        if figure == 0:
+            settings = rows[keys].drop_duplicates()
+        prompts = rows["task"] + rows["condition"] + rows["length"].fillna(0).astype(str)
+        training = trainings.index(trainings[figure])
+        rows = rows.assign(figure=figure, sign=sign, training=training, prompts=prompts)
         # A side that fixes one of the keys, such as a train length, has that figure in all settings.
         fixed = [key for key in keys if key in fields]
         in_settings.append(settings.merge(rows.drop(columns=fixed)))

@@ -2,8 +2,8 @@
 
 `stages` lists them in the order in which they run: task by task, and within a task model by model, so that a run that
 is cut short has compared all models on its first task. A model is pretrained right before its first task. A stage only
-describes work: its method of `Runner` (runner.py) does it. Everything that its result depends on is in its options,
-which the run log compares when a run goes on.
+describes work: its method of `Runner` (runner.py) does it. Corpus, book and tokenizer are the run's. All else that its
+result depends on is in its options, which the run log compares when a run goes on.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ class Stage:
     kind: str  # the beginning of the name
     method: str
     subject: Fields = field(default_factory=dict)  # some of `model`, `task`, `condition`
-    # All else that its results depend on, except other stages.
+    # All else that its results depend on, except other stages, the corpus, the book and the tokenizer.
     options: Fields = field(default_factory=dict)
     after: tuple[str, ...] = ()  # the stages that it needs
     product: str | None = None  # the last file that it writes for later stages, in the run's folder
@@ -74,7 +74,7 @@ class Stage:
 
 def stages(sizes: Preset) -> list[Stage]:
     """The stages of a preset, in the order in which they run: each after those that it needs."""
-    # Several tasks name the pretraining of a model: the first one counts.
+    # Several tasks name the pretraining of a model: it keeps its first place.
     return list({stage.name: stage for stage in _stages(sizes)}.values())
 
 
@@ -123,13 +123,15 @@ def _weights_stages(model: TrainedModel, sizes: Preset) -> Iterator[Stage]:
     if model.start != model.name:
         return
     recipe = pretrain_recipe(sizes, model)
-    after = "tokenize"
-    options: Fields = {"recipe": recipe}
+    options: Fields
     if model.published is not None:
-        options = {"published": model.published}
-    elif model.extension is not None:
+        after, options = "tokenize", {"published": model.published}
+    elif model.extension is None:
+        after, options = "tokenize", {"recipe": recipe}
+    else:
+        longer = extend_recipe(sizes, model, recipe)
         after = f"pretrain-{model.pretrained_as}"
-        options = {"recipe": extend_recipe(sizes, model, recipe), "factor": model.extension}
+        options = {"recipe": longer, "factor": model.extension}
     weights = _stage(
         model.made_by,
         model,

@@ -98,32 +98,44 @@ def effect(strata: Sequence[Stratum], level: float = LEVEL) -> Effect:
     if not strata:
         return Effect()
     strata_by_task = Counter(stratum.task for stratum in strata)
-    value = 0.0
-    prompt_errors = dict.fromkeys(strata_by_task, 0.0)
-    # A seed adds so much to the deviation of a side's mean; the tasks of a seed are not independent.
-    deviations: defaultdict[int, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for stratum in strata:
-        weight = 1 / len(strata_by_task) / strata_by_task[stratum.task]
-        value += weight * stratum.value
-        # Strata of a task may share prompts: they count as wholly dependent.
-        prompt_errors[stratum.task] += weight * sqrt(stratum.prompts)
-        for side, sample in enumerate(stratum.samples):
-            mean = fmean(sample.values())
-            for seed, score in sample.items():
-                deviations[side][seed] += weight * (score - mean) / len(sample)
+    weights = [1 / len(strata_by_task) / strata_by_task[stratum.task] for stratum in strata]
+    value = sum(weight * stratum.value for weight, stratum in zip(weights, strata, strict=True))
     if any(len(sample) < FEWEST_RUNS for stratum in strata for sample in stratum.samples):
         return Effect(value)
-    variance, spread = 0.0, 0.0
-    for by_seed in deviations.values():
-        others = len(by_seed) - 1
-        of_side = sum(deviation**2 for deviation in by_seed.values()) * len(by_seed) / others
-        variance += of_side
-        spread += of_side**2 / others
+    of_runs, spread = 0.0, 0.0
+    for samples in zip(*(stratum.samples for stratum in strata), strict=True):
+        of_side, freedom = _variance_of_side(samples, weights)
+        of_runs += of_side
+        spread += of_side**2 / freedom
     # The degrees of freedom are of the runs alone, so that the prompts never narrow the interval.
-    freedom = variance**2 / spread if spread else inf
-    error = sqrt(variance + sum(task_error**2 for task_error in prompt_errors.values()))
-    reach = float(stdtrit(freedom, (1 + level) / 2)) * error
+    freedom_of_runs = of_runs**2 / spread if spread else inf
+    error = sqrt(of_runs + _variance_of_prompts(strata, weights))
+    reach = float(stdtrit(freedom_of_runs, (1 + level) / 2)) * error
     return Effect(value, value - reach, value + reach)
+
+
+def _variance_of_side(
+    samples: Sequence[Mapping[int, float]], weights: Sequence[float]
+) -> tuple[float, int]:
+    """The variance of a side's part of the mean, and its degrees of freedom; a sample for each stratum."""
+    deviations: defaultdict[int, float] = defaultdict(
+        float
+    )  # the tasks of a seed are not independent
+    for weight, sample in zip(weights, samples, strict=True):
+        mean = fmean(sample.values())
+        for seed, score in sample.items():
+            deviations[seed] += weight * (score - mean) / len(sample)
+    freedom = len(deviations) - 1
+    squares = sum(deviation**2 for deviation in deviations.values())
+    return squares * len(deviations) / freedom, freedom
+
+
+def _variance_of_prompts(strata: Sequence[Stratum], weights: Sequence[float]) -> float:
+    """What the draw of the prompts adds: strata of a task may share prompts, and count as wholly dependent."""
+    errors: defaultdict[str, float] = defaultdict(float)
+    for weight, stratum in zip(weights, strata, strict=True):
+        errors[stratum.task] += weight * sqrt(stratum.prompts)
+    return sum(error**2 for error in errors.values())
 
 
 def corrected(tests: int) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -183,13 +183,10 @@ class MetaModel(MetaVocabulary, MetaTokenGenerationMixin):
         connect_head(self)
         return table
 
-    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the base's forward, with meta-tokens among the labels ignored, in `shift_labels` too."""
         if len(args) > 1:
-            kwargs = bind_inputs(
-                self, args, kwargs if labels is None else kwargs | {"labels": labels}
-            )
-            args, labels = (), kwargs.pop("labels", None)
+            args, kwargs = (), bind_inputs(self, args, kwargs)
         kwargs = with_cache_renamed(kwargs)
         if not torch.compiler.is_compiling():  # an adapter may have replaced the head
             connect_head(self)
@@ -202,6 +199,7 @@ class MetaModel(MetaVocabulary, MetaTokenGenerationMixin):
                 raise UserError(
                     "this base ignores position_ids, and so packed sequences; give each its own row."
                 )
+        labels = kwargs.pop("labels", None)
         if labels is not None:
             labels, kwargs = without_meta_tokens(labels, self.config.meta_token_id, kwargs)
         return super().forward(*args, labels=labels, **kwargs)

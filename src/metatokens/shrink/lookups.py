@@ -1,7 +1,6 @@
 """Look-ups: a text with facts in it, and questions after its end that ask for them."""
 
 import re
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -265,10 +264,7 @@ class Lookups:
         size = room - sum(map(len, stated))
         start = self._start(generator, size)
         text = self.prose.ids[start : start + size]
-        ends = self.prose.ends
-        is_early = (ends >= start) & (ends < start + size - beyond)
-        insertion_points = np.append(ends[is_early] - start + 1, 0)
-        cuts = np.sort(generator.choice(insertion_points, len(stated)))
+        cuts = self._cuts(generator, start, size - beyond, len(stated))
         pieces = [piece.tolist() for piece in np.split(text, cuts)]
         with_facts = chain.from_iterable(zip(pieces, [*stated, []], strict=True))
         whole = [*opening, *chain.from_iterable(with_facts)]
@@ -289,6 +285,12 @@ class Lookups:
         """Where prose of so many tokens may begin: after a sentence."""
         starts = self.prose.ends[self.prose.ends < len(self.prose.ids) - size - 1]
         return int(generator.choice(starts)) + 1 if len(starts) else 0
+
+    def _cuts(self, generator: np.random.Generator, start: int, end: int, count: int) -> np.ndarray:
+        """Where facts go in the prose from `start`, ascending: after sentences up to its token `end`, or before all."""
+        after_sentences = self.prose.ends - start + 1
+        after_sentences = after_sentences[(after_sentences > 0) & (after_sentences <= end)]
+        return np.sort(generator.choice(np.append(after_sentences, 0), count))
 
     def _facts(
         self,
@@ -320,11 +322,7 @@ class Lookups:
             )
         if not questions:
             raise UserError("a text with look-ups is too short for its first fact.")
-        # Sentences of one fact stay in their order, wherever those of others come.
-        queues = [deque(stated) for stated in facts]
-        fact_of_sentence = np.repeat(np.arange(len(facts)), [len(queue) for queue in queues])
-        order = generator.permutation(fact_of_sentence)
-        return [queues[number].popleft() for number in order], questions
+        return _interleaved(generator, facts), questions
 
     def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
         return encode_text(self.tokenizer, texts, continues=True)
@@ -357,6 +355,15 @@ class Lookups:
             kind: iter(generator.permutation(of_kind).tolist())
             for kind, of_kind in entities.items()
         }
+
+
+def _interleaved(
+    generator: np.random.Generator, facts: Sequence[Sequence[list[int]]]
+) -> list[list[int]]:
+    """The sentences of all facts in random order, those of one fact in their own."""
+    fact_of_sentence = np.repeat(np.arange(len(facts)), [len(fact) for fact in facts])
+    sentences_left = [iter(fact) for fact in facts]
+    return [next(sentences_left[number]) for number in generator.permutation(fact_of_sentence)]
 
 
 def _bare_question(ask: str) -> str:

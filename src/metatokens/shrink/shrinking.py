@@ -161,18 +161,8 @@ class _Run:
         )
         rule = recipe.cache.landmarks
         self.landmarks = None if rule is None else Landmarks(self.tokenizer, rule)
-        self.sizes = Sizes.of(recipe, len(self.heads), limit)
-        if self.landmarks is not None:
-            # Their number is counted in the text, which is read by the sizes without them.
-            density = float(self.landmarks(self.text.train.ids).mean())
-            self.sizes = Sizes.of(recipe, len(self.heads), limit, density)
+        self._set_sizes(limit)
         records = [] if questions is None else self._records_of(questions, limit)
-        if self.landmarks is not None and any(
-            self.landmarks.meta_token_id in record.input_ids for record in records
-        ):
-            raise UserError(
-                f"{questions} has records with markers, and cache.landmarks puts meta-tokens elsewhere: leave one out."
-            )
         self.records_to_train_on, self.records_to_measure_on = split_apart(records)
         self.settings = {
             "verb": "shrink",
@@ -183,6 +173,13 @@ class _Run:
             "questions_sha256": questions and file_sha256(questions),
         }
         self.losses: list[HeadLoss] = []
+
+    def _set_sizes(self, limit: int) -> None:
+        """Set what fits in the model; landmarks are counted in the text, which is read by the sizes without them."""
+        self.sizes = Sizes.of(self.recipe, len(self.heads), limit)
+        if self.landmarks is not None:
+            density = float(self.landmarks(self.text.train.ids).mean())
+            self.sizes = Sizes.of(self.recipe, len(self.heads), limit, density)
 
     def _records_of(self, questions: Path, limit: int) -> list[Example]:
         """The user's own records: enough to hold some out, and short enough for the model."""
@@ -199,6 +196,12 @@ class _Run:
         if longest > limit:
             raise UserError(
                 f"{questions} has a record of {longest:,} tokens, and the model reads at most {limit:,}."
+            )
+        if self.landmarks is not None and any(
+            self.landmarks.meta_token_id in record.input_ids for record in records
+        ):
+            raise UserError(
+                f"{questions} has records with markers, and cache.landmarks puts meta-tokens elsewhere: leave one out."
             )
         return records
 

@@ -223,11 +223,8 @@ def _selected(
 
 def _add_floors(header: list[str], body: list[list[Text]], floors: np.ndarray, form: Form) -> None:
     """Add the scores of the best shortcut and of chance, an array (rows, columns, 2); see `make_table`."""
-    # A floor that is not known is NaN, which fmin and fmax pass over.
-    is_of_column, is_of_row = (
-        not (np.fmin.reduce(floors, axis) < np.fmax.reduce(floors, axis)).any() for axis in range(2)
-    )
-    if not (is_of_column or is_of_row):
+    is_of_column = _is_constant(floors, axis=0)
+    if not (is_of_column or _is_constant(floors, axis=1)):
         return
     for kind, label in enumerate((SHORTCUT, form.chance)):
         scores = np.fmax.reduce(floors[..., kind], axis=0 if is_of_column else 1)
@@ -240,6 +237,11 @@ def _add_floors(header: list[str], body: list[list[Text]], floors: np.ndarray, f
             header.append(label)
             for row, text in zip(body, texts, strict=True):
                 row.append(text)
+
+
+def _is_constant(floors: np.ndarray, axis: int) -> bool:
+    """Whether the known floors along an axis are equal; an unknown one is NaN, which fmin and fmax pass over."""
+    return not (np.fmin.reduce(floors, axis) < np.fmax.reduce(floors, axis)).any()
 
 
 def _note(form: Form, cells: Sequence[Cell]) -> str:
