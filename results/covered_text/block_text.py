@@ -1,6 +1,6 @@
 """A second attention with which a meta-token sees the meta-tokens before it, and the text of its own block.
 
-Its block are the tokens since the meta-token before it. The paper's meta-attention sees the meta-tokens alone.
+Its block is the text between it and the meta-token before it. The paper's meta-attention sees the meta-tokens alone.
 """
 
 from collections.abc import Iterator

@@ -24,7 +24,7 @@ MARKERS = (LANDMARK, QUESTION_MARKER)
 
 
 class View(LandmarksAlone):
-    """The masks of a task's examples, with the question's text in sight or covered."""
+    """The masks of a task's examples, with the text of the document in sight or covered."""
 
     def __init__(self, model: Any, tokenizer: Any, text: Text):
         super().__init__(model, tokenizer)

@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import metatokens
+from metatokens.checkpoint import load_model
+from metatokens.data.tokenizer import load_tokenizer
 from metatokens.training.batches import with_positions
 from tests.model.dense_oracle import DenseOracle
 from tests.model.tiny_models import META, random_rows, tiny_model
@@ -146,3 +149,12 @@ def test_nothing_in_a_training_step_waits_for_the_device(second_attention, refus
 
     refuses_to_wait()
     model(**tensors).loss.backward()
+
+
+def test_the_page_of_a_look_is_drawn(small_model):
+    folder = small_model(second_attention="meta")
+    model = load_model(folder).to(DEVICE)
+
+    look = metatokens.look(model, load_tokenizer(str(folder)), "a bird _PAUSE_", "_PAUSE_")
+
+    assert look.to_html().startswith("<!doctype html>")

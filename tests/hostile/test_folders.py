@@ -145,7 +145,7 @@ def test_names_in_records_are_no_paths(tmp_path):
     run = {
         "preset": name,
         "recipes": {name: {}},
-        "stages": [{"name": name, "seconds": 1}],
+        "stages": [{"name": name, "seconds": 1, "cpu_seconds": 1}],
         "models": {name: {}},
     }
     folder = write(tmp_path / "run", run, results=results, stages=stages)

@@ -97,7 +97,7 @@ def write_inputs(folder, payload, recipe):
         "versions": {payload: payload},
         "corpus": {payload: payload},
         "recipes": {payload: {payload: {payload: payload}}},
-        "stages": [{"name": payload, "seconds": 5}],
+        "stages": [{"name": payload, "seconds": 5, "cpu_seconds": 5}],
         "models": {f"m {payload}": {"parameters": 5, "description": f"d {payload}"}},
     }
     write(

@@ -124,7 +124,7 @@ def _similarities_before(
 
 def _attention_of_final(samples: Samples, prompt: PromptIds, seen: Observation) -> None:
     class_of_position = np.array(key_classes(prompt))
-    # That were described: the keys of a module are the same in every layer.
+    # Those whose uniform weight is there already: the keys of a module are the same in every layer.
     modules: set[str] = set()
     for (module, layer), inputs in seen.attention.items():
         weights = _final_weights(prompt, inputs)

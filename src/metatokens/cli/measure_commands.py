@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from metatokens.evaluation.predictions import Prediction
-    from metatokens.model.interventions import Intervention
     from metatokens.records import Result
     from metatokens.tasks.example import Example
 
@@ -110,7 +109,7 @@ def evaluate(
         model=name or str(model),
         task=task,
         condition=condition or landmarks,
-        **_fields_of(change),
+        **({} if change is None else change.fields),
         **training_of(model),
     )
     with intervene(loaded, change):
@@ -135,13 +134,6 @@ def _check_sources(
         raise UserError(
             "--landmarks goes with --data; --condition places the meta-tokens of a task."
         )
-
-
-def _fields_of(change: "Intervention | None") -> dict[str, Any]:
-    """The fields of a result that name the intervention."""
-    if change is None:
-        return {}
-    return {"intervention": str(change), "noise_seed": 0 if change.is_random else None}
 
 
 def _test_sets(

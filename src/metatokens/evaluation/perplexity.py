@@ -115,7 +115,6 @@ def perplexity(
     loss_per_token = block_losses(model, blocks) / (text_per_block - 1)
     mean = loss_per_token.mean()
     low, high = normal_interval(mean, loss_per_token.std(ddof=1) / math.sqrt(count))
-    # The lowest loss without context.
     return Result(
         **measure_cache_share(model, (ids for ids, _ in blocks)),
         **subject.present_fields(
@@ -129,7 +128,7 @@ def perplexity(
         n=count * (text_per_block - 1),
         low=math.exp(low),
         high=math.exp(high),
-        chance=math.exp(entropy(np.bincount(texts.reshape(-1)))),
+        chance=math.exp(entropy(np.bincount(texts.reshape(-1)))),  # the lowest without context
     )
 
 

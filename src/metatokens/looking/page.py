@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 from torch import Tensor
@@ -22,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from metatokens.analysis.observation import Observation
 from metatokens.analysis.sharpness import entropy
-from metatokens.looking.style import readable
+from metatokens.looking.style import page_templates, readable
 
 SIGNATURE = "metatokens look"  # is in every page, so that no other file is ever overwritten
 # Cells of a map at most, across and down; in longer prompts each covers several tokens.
@@ -123,26 +122,26 @@ def to_html(looks: Sequence[Look]) -> str:
     """The page of one model, or of several on the same prompt, next to each other."""
     models = [_model(look) for look in looks]
     data = gzip.compress(json.dumps(models).encode(), mtime=0)
-    environment = Environment(
-        loader=PackageLoader("metatokens.looking", "."),
-        undefined=StrictUndefined,
-        autoescape=True,
-        trim_blocks=True,
-    )
     names = [look.name for look in looks]
-    return environment.get_template("page.html.j2").render(
-        signature=SIGNATURE,
-        scale=SCALE,
-        names=names,
-        answers=[_answers(look) for look in looks],
-        forgets=any(
-            look.forgotten(*module) is not None
-            for look in looks
-            for module in look.observation.attention
-        ),
-        script=Markup(files("metatokens.looking").joinpath("page.js").read_text(encoding="utf-8")),
-        plotly=Markup(get_plotlyjs()),
-        data=base64.b64encode(data).decode(),
+    return (
+        page_templates("metatokens.looking")
+        .get_template("page.html.j2")
+        .render(
+            signature=SIGNATURE,
+            scale=SCALE,
+            names=names,
+            answers=[_answers(look) for look in looks],
+            forgets=any(
+                look.forgotten(*module) is not None
+                for look in looks
+                for module in look.observation.attention
+            ),
+            script=Markup(
+                files("metatokens.looking").joinpath("page.js").read_text(encoding="utf-8")
+            ),
+            plotly=Markup(get_plotlyjs()),
+            data=base64.b64encode(data).decode(),
+        )
     )
 
 

@@ -13,6 +13,7 @@ from textwrap import fill
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
@@ -23,9 +24,21 @@ WIDTH = 8.6  # of a figure, in inches
 _PANEL_HEIGHT, _LEGEND_HEIGHT = 2.5, 0.5
 INK, GREY, RULE = "#22211f", "#66635e", "#e2e0db"
 SIZE = 9.0  # points
-_LETTERS = 120.0  # in an inch, times the size in points
+_LETTERS = 120.0  # of one point, in an inch
 
 Panel = Callable[[Axes], None]
+
+
+def page_templates(package: str, **options: Any) -> Environment:
+    """The templates in a package, which escape values, and refuse names that they do not get."""
+    return Environment(
+        loader=PackageLoader(package, "."),
+        undefined=StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        **options,
+    )
 
 
 def readable(token: str) -> str:

@@ -6,7 +6,7 @@ Importing this module loads neither torch nor transformers.
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from metatokens.records import Measured, Record
 
@@ -37,19 +37,12 @@ class CurvePoint(Record):
 
 
 class StageRecord(Record):
-    """A stage of a run, and the time that it took. The runs of earlier versions also say what it was about."""
-
-    model_config = ConfigDict(extra="ignore")
+    """A stage of a run, and the time that it took."""
 
     name: str
     kind: str | None = None  # such as pretrain, finetune, evaluate, raw-noise, rate-distortion
     seconds: float  # by the clock
-    cpu_seconds: float | None = None
-
-    @property
-    def cost(self) -> float:
-        """Seconds of one core, or seconds by the clock where those are unknown."""
-        return self.seconds if self.cpu_seconds is None else self.cpu_seconds
+    cpu_seconds: float  # of one core
 
 
 class ModelInfo(Record):
@@ -75,7 +68,6 @@ class RunInfo(Record):
     versions: dict[str, str] = Field(default_factory=dict)
     created: str | None = None
     finished: str | None = None
-    wall_seconds: float | None = None
     stages: list[StageRecord] = Field(default_factory=list)
 
 

@@ -255,12 +255,8 @@ class Runner:
         for train_length in lengths_tested(self.preset, model, task):
             tuned, subject = self._tuned(model, task, train_length)
             for change in map(Intervention.parse, interventions):
-                update = {
-                    "intervention": str(change),
-                    "noise_seed": 0 if change.is_random else None,
-                }
                 with intervene(tuned, change):
-                    results += evaluate(tuned, tests, subject.model_copy(update=update))
+                    results += evaluate(tuned, tests, subject.model_copy(update=change.fields))
         return Outcome(results=results)
 
     def analyze(

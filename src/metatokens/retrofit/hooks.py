@@ -58,8 +58,8 @@ def mask_logits(head: Any, args: tuple, logits: Tensor) -> Tensor:
 def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook of the decoder: decide what the tokens of this pass see, and hide forgotten text.
 
-    Refuses what would be silently wrong: an adapter around the embeddings, a cache of packed sequences, and sequences
-    beyond a learned table of positions.
+    Refuses what would be silently wrong, such as an adapter around the embeddings, a cache of packed sequences, and
+    sequences beyond a learned table of positions.
     """
     if len(args) > 1:
         args, kwargs = (), bind_inputs(decoder, args, kwargs)
@@ -166,7 +166,7 @@ def _visibility(
 
 @torch.compiler.disable(reason=BREAKS_GRAPH)  # the number of meta-tokens is data-dependent
 def _visibility_outside_graph(*inputs: Any) -> Visibility:
-    """The same for the gathered form."""
+    """`_visibility`, outside a compiled graph: the gathered form needs the number of meta-tokens."""
     check_graph()
     return _visibility(*inputs)
 

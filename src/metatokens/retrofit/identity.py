@@ -24,7 +24,7 @@ def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
     declared = {field.name for field in fields(type(config))} - {
         field.name for field in fields(PreTrainedConfig)
     }
-    # Getattr raises for some settings that vary by layer.
+    # `vars`, since getattr raises for some settings that vary by layer.
     values, defaults = vars(config), vars(type(config)())
     settings: dict[str, Any] = {}
     for name in sorted(declared):

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.axes import Axes
 from scipy.stats import sem
 
 from metatokens.evaluation.intervals import clustered_interval, normal_interval
 from metatokens.files import write_whole
-from metatokens.looking.style import FURTHER, STYLES, line, png, small_multiples
+from metatokens.looking.style import FURTHER, STYLES, line, page_templates, png, small_multiples
 from metatokens.records import Result, unpack_hits
 from metatokens.shrink.choosing import Head, HeadLoss
 from metatokens.shrink.cost import Cost
@@ -190,16 +189,17 @@ def name_of_head(head: Head) -> str:
 
 def write_page(findings: Findings, file: Path) -> None:
     """Write the page of findings."""
-    environment = Environment(
-        loader=PackageLoader("metatokens.shrink", "."),
-        undefined=StrictUndefined,
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     picture = base64.b64encode(_picture(findings)).decode()
-    text = environment.get_template("page.html.j2").render(
-        findings=findings, name_of_head=name_of_head, names=NAMES, picture=picture, shrunk=SHRUNK
+    text = (
+        page_templates("metatokens.shrink")
+        .get_template("page.html.j2")
+        .render(
+            findings=findings,
+            name_of_head=name_of_head,
+            names=NAMES,
+            picture=picture,
+            shrunk=SHRUNK,
+        )
     )
     write_whole(file, text.encode())
 

@@ -58,7 +58,7 @@ def unwatched(done: int, total: int, figures: Figures) -> None:
 
 
 class MetaTokenTrainer(Trainer):
-    """The Trainer, with a part of a longer schedule (paper: 200k of 600k steps), or Muon.
+    """The Trainer, which can run a part of a longer schedule (paper: 200k of 600k steps), and can use Muon.
 
     It stops before an update whose gradient is not finite. Its checkpoints leave out a base that is not trained.
     """

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote as quote_url
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 from markdown_it import MarkdownIt
 from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
@@ -20,7 +20,7 @@ from markupsafe import Markup
 
 from metatokens.errors import UserError
 from metatokens.files import write_whole
-from metatokens.looking.style import png
+from metatokens.looking.style import page_templates, png
 from metatokens.paper.claims import ClaimResult, claims, judge
 from metatokens.paper.frame import SPEEDS, Inputs, load
 from metatokens.paper.presets import PRESETS
@@ -159,14 +159,7 @@ def _content(inputs: Inputs) -> dict[str, Any]:
 
 
 def _environment(**options: Any) -> Environment:
-    environment = Environment(
-        loader=PackageLoader("metatokens.paper.report", "."),
-        undefined=StrictUndefined,
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        **options,
-    )
+    environment = page_templates("metatokens.paper.report", **options)
     environment.globals["signature"] = SIGNATURE
     return environment
 
