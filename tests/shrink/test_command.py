@@ -21,6 +21,7 @@ from transformers import (
 
 from metatokens.recipe import ShrinkRecipe, load_recipe
 from metatokens.shrink import shrinking
+from metatokens.shrink.choosing import loss_without
 from tests.shrink.small import BLOCKS, HEAD_SIZE, KEY_HEADS, LONGEST, write_documents
 
 RECIPE = f"""
@@ -34,7 +35,7 @@ STEPS = (
     "train",
     "Measuring",
     "costs",
-    "losses_of_heads",
+    "loss_without",
     "draw_replies",
 )  # of a run, by their names
 WINDOW, WINDOW_ALONE = (
@@ -194,9 +195,16 @@ def test_a_run_that_was_killed_in_its_training_goes_on(copy, finished, line, met
     assert (copy / "costs.json").exists()
 
 
-def test_a_run_that_is_interrupted_in_each_step_goes_on(finished, call, tmp_path):
+def test_a_run_that_is_interrupted_in_each_step_goes_on(finished, call, tmp_path, monkeypatch):
     out = tmp_path / "run"
     interrupted = set()
+    measured = []
+
+    def measure_once(head, *arguments):
+        measured.append(head)
+        return loss_without(head, *arguments)
+
+    monkeypatch.setattr(shrinking, "loss_without", measure_once)
 
     @contextmanager
     def interrupt_once(step):
@@ -218,6 +226,7 @@ def test_a_run_that_is_interrupted_in_each_step_goes_on(finished, call, tmp_path
         "train: shrunk",
         "memory and speed",
     } < interrupted
+    assert measured == [None, *product(range(BLOCKS), range(KEY_HEADS))]
     assert (out / WEIGHTS).read_bytes() == (finished / WEIGHTS).read_bytes()
     assert figures_of(out) == figures_of(finished)
 

@@ -14,7 +14,7 @@ from metatokens.records import pack_hits
 from metatokens.retrofit.text_window import apply_text_window, text_window_of
 from metatokens.shrink import measuring
 from metatokens.shrink.answering import AT_ONCE, answer_logits, read
-from metatokens.shrink.choosing import HeadLoss, losses_of_heads, most_needed
+from metatokens.shrink.choosing import HeadLoss, loss_without, most_needed
 from metatokens.shrink.cost import NEW, costs
 from metatokens.shrink.sizes import SINKS
 from metatokens.tasks.example import Encoded
@@ -184,12 +184,10 @@ def test_the_loss_of_each_head_is_that_of_a_pass_with_a_window(model, lookups):
         apply_text_window(model, WINDOW, full_layers=[], full_heads=others)
         expected[head] = mean_loss(model, tests)
     apply_text_window(model, None)
-    seen = []
 
-    losses = losses_of_heads(model, heads, tests, WINDOW, lambda *done: seen.append(done))
+    losses = [loss_without(head, model, heads, tests, WINDOW) for head in expected]
 
     assert [(loss.head, loss.n) for loss in losses] == [(head, 6) for head in expected]
-    assert seen == [(done, 7) for done in range(1, 8)]
     assert [loss.loss for loss in losses] == pytest.approx([*expected.values()], abs=1e-4)
     assert len({*expected.values()}) == 7  # each head matters
     assert mean_loss(model, tests) == expected[None]  # the model has the full cache again

@@ -1,6 +1,6 @@
 """Which heads look things up: what an answer loses if one key-value head alone forgets the text."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ from metatokens.retrofit.text_window import apply_text_window
 from metatokens.shrink.answering import answer_logits, is_answered, read
 from metatokens.shrink.lookups import Asked
 
-Watch = Callable[[int, int], None]  # takes what is done, and all
 Head = tuple[int, int]  # a block, and one of its key-value heads, from 0
 
 
@@ -32,27 +31,24 @@ class HeadLoss(BaseModel):
     n: int
 
 
-def losses_of_heads(
-    model: Any, heads: Sequence[Head], tests: Sequence[Asked], window: int, watch: Watch
-) -> list[HeadLoss]:
-    """The loss of answers with the full cache, and if one head after another sees a window alone.
+def loss_without(
+    head: Head | None, model: Any, heads: Sequence[Head], tests: Sequence[Asked], window: int
+) -> HeadLoss:
+    """The loss of answers if one head sees a window alone.
 
     Args:
-        model: a retrofitted model; afterwards it has the full cache.
+        head: that one; None: all heads see everything.
+        model: a retrofitted model with the full cache, and so it is afterwards.
         heads: all of the model.
         tests: texts with questions, to which the answer is farther than the window.
         window: of the head that forgets.
-        watch: called after each head.
     """
-    losses = []
-    for done, forgetting in enumerate((None, *heads), start=1):
-        if forgetting is not None:
-            others = [head for head in heads if head != forgetting]
-            apply_text_window(model, window, full_heads=others)
-        losses.append(_loss(model, tests, forgetting))
-        watch(done, len(heads) + 1)
+    if head is None:
+        return _loss(model, tests, None)
+    apply_text_window(model, window, full_heads=[other for other in heads if other != head])
+    loss = _loss(model, tests, head)
     apply_text_window(model, None)
-    return losses
+    return loss
 
 
 def _loss(model: Any, tests: Sequence[Asked], head: Head | None) -> HeadLoss:

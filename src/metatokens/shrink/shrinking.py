@@ -30,7 +30,7 @@ from metatokens.recipe import WITHOUT_EFFECT, ShrinkRecipe
 from metatokens.records import Result, read_lines, stamped
 from metatokens.retrofit.injection import add_meta_attention
 from metatokens.retrofit.text_window import apply_text_window, key_value_heads
-from metatokens.shrink.choosing import Head, HeadLoss, losses_of_heads, most_needed
+from metatokens.shrink.choosing import Head, HeadLoss, loss_without, most_needed
 from metatokens.shrink.cost import NEW, Cost, costs
 from metatokens.shrink.lookups import Asked, Lookups, Question, Turns, read_forms
 from metatokens.shrink.measuring import (
@@ -283,24 +283,23 @@ class _Run:
         return arms
 
     def head_losses(self, watch: Watch) -> list[HeadLoss]:
-        """The loss of answers if one head after another forgets the text, measured once."""
+        """The loss of answers if one head after another forgets the text, each measured once."""
         file = self.out / "heads.json"
-        if not file.exists():
-            texts = [
-                _text_to_choose_by(self.lookups["train"], number, min(512, self.sizes.longest))
-                for number in range(self.recipe.tests.choosing)
-            ]
-            model = self._base_to_measure()
-            with watch("choose heads") as progress:
-                losses = losses_of_heads(
-                    model,
-                    self.heads,
-                    texts,
-                    WINDOW_TO_CHOOSE_BY,
-                    lambda done, total: progress(done, total, {}),
-                )
-            _write_list(file, losses)
-        return _read_list(file, HeadLoss)
+        losses = _read_list(file, HeadLoss) if file.exists() else []
+        forgetting = [None, *self.heads]
+        if len(losses) == len(forgetting):
+            return losses
+        texts = [
+            _text_to_choose_by(self.lookups["train"], number, min(512, self.sizes.longest))
+            for number in range(self.recipe.tests.choosing)
+        ]
+        model = self._base_to_measure()
+        with watch("choose heads") as progress:
+            for head in forgetting[len(losses) :]:
+                losses.append(loss_without(head, model, self.heads, texts, WINDOW_TO_CHOOSE_BY))
+                _write_list(file, losses)
+                progress(len(losses), len(forgetting), {})
+        return losses
 
     def train(self, arm: Arm, watch: Watch) -> None:
         """Train a model with what its cache keeps."""
