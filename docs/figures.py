@@ -291,16 +291,6 @@ def share(mean: Mean) -> str:
     return f"{value:.1f} ({max(low, 0):.1f} to {min(high, 100):.1f}{seeds})"
 
 
-def covered_recall() -> str:
-    """List recall of twelve seeds, with the text in sight and covered."""
-    return covered_task("list_recall")
-
-
-def covered_parity() -> str:
-    """Parity of twelve seeds, with the text in sight and covered."""
-    return covered_task("parity")
-
-
 def covered_task(task: str) -> str:
     """A task of twelve seeds, with the text in sight and covered."""
     columns: dict[str, Fields] = {
@@ -592,11 +582,14 @@ FIGURES = {
     for function in (
         answers, differences, tasks, beside_paper, unmarked, more_steps, long_prompts, cost, demo_tasks, added,
         long_texts,
-        covered_recall, covered_parity, covered_cuts,
+        covered_cuts,
         full_differences, shrunk, shrunk_in_short, shrunk_by_kind, shrunk_cost,
     )
 }  # fmt: skip
 FIGURES |= {
+    "covered_recall": partial(covered_task, "list_recall"),
+    "covered_parity": partial(covered_task, "parity"),
+    "covered_counting": partial(covered_task, "segment_counting"),
     "full_blocks": partial(forgetting, FULL_BLOCKS, WINDOW),
     "forgetting": partial(forgetting, FORGETTING, LONG_WINDOW),
 }
@@ -626,19 +619,23 @@ def set_logarithmic(axis: Axes, ticks: Mapping[float, str]) -> None:
 
 def draw(path: Path) -> None:
     """Draw what the models answer with the text covered, and with it in sight by prompt length."""
-    with drawing(path, (10.4, 4.6)) as figure:
-        left, right = figure.subfigures(1, 2, width_ratios=(5, 8), wspace=0.03)
+    with drawing(path, (12, 4.6)) as figure:
+        left, right = figure.subfigures(1, 2, width_ratios=(7, 8), wspace=0.03)
         draw_covered(left)
         draw_lengths(right)
 
 
 def draw_covered(figure: SubFigure) -> None:
     """Draw what three models answer with all text in sight, and with the text covered: one panel for each task."""
-    chances = {"list_recall": list_recall.CHANCE, "parity": parity.CHANCE}
-    axes = figure.subplots(1, len(chances), sharey=True)
-    for axis, (task, chance) in zip(axes, chances.items(), strict=True):
+    guesses = {
+        "list_recall": list_recall.CHANCE,
+        "parity": parity.CHANCE,
+        "segment_counting": lines_on_covered_text().commonest("segment_counting", 128),
+    }
+    axes = figure.subplots(1, len(guesses), sharey=True)
+    for axis, (task, guess) in zip(axes, guesses.items(), strict=True):
         draw_covered_task(axis, task)
-        axis.axhline(100 * chance, color=GREY, linestyle=":", label="guessing")
+        axis.axhline(100 * guess, color=GREY, linestyle=":", label="guessing")
         axis.set_title(words("task", task), fontweight="bold")
     axes[0].set(ylim=(-3, 119), yticks=range(0, 101, 25), ylabel="exactly right at 128 tokens, %")
     figure.legend(
@@ -671,7 +668,7 @@ def draw_covered_task(axis: Axes, task: str) -> None:
                 (0, 4),
                 textcoords="offset points",
                 ha="center",
-                fontsize=8.5,
+                fontsize=7.5,
             )
         axis.bar(0, 0, color=GREY, alpha=opacity, label=label)
     axis.set_xticks(range(len(COVERED)), COVERED)

@@ -95,6 +95,14 @@ class Lines:
         )
         return float(rows["exact_match"].max())
 
+    def commonest(self, task: str, length: int) -> float:
+        """The share of the paper's prompts whose answer is the commonest one, which guessing gives."""
+        rows = self.shortcuts.query(
+            "task == @task and condition == 'paper' and length == @length"
+            " and model == 'the commonest answer'"
+        )
+        return float(rows["exact_match"].item())
+
 
 def main() -> None:
     """Print all tables."""
