@@ -47,6 +47,7 @@ how each is measured, and how much is allowed.
 - **scored columns**: loss and gradients if only the logits of scored columns are computed.
 - **logits in pieces**: logits computed a few at a time, as `perplexity` does, against all at once.
 - **generation**: in how many of five ways to generate the cache changes a token.
+- **text window**: what can keep all text [next to a window](how_to/forget_the_text.md), or that a window is refused.
 
 """
 SWEEP_TEXT = """
@@ -70,6 +71,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=CANNOT_APPLY + reason))
 
 
+def _cell(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:.0e}" if value else "0"
+
+
 class Tally:
     """What became of each member's tests."""
 
@@ -77,7 +84,7 @@ class Tally:
         self.outcomes: dict[str, dict[str, str]] = defaultdict(dict)  # by member, by test
         self.reasons: dict[tuple[str, str], str] = {}
         self.subtests: dict[str, Counter[str]] = defaultdict(Counter)
-        self.architectures: dict[str, dict[str, float]] = {}
+        self.architectures: dict[str, dict[str, float | str]] = {}
         self.types: dict[str, dict[str, str]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -174,9 +181,7 @@ class Tally:
             checks = list(next(iter(self.architectures.values())))
             rows = [("model type", *checks), ("---", *("---:" for _ in checks))]
             for name, values in sorted(self.architectures.items()):
-                rows.append(
-                    (name, *(f"{value:.0e}" if value else "0" for value in values.values()))
-                )
+                rows.append((name, *map(_cell, values.values())))
             table = "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
             _, head, sweep = PAGE.read_text(encoding="utf-8").partition(SWEEP_HEAD)
             PAGE.write_text(PAGE_HEAD + table + head + sweep, encoding="utf-8")

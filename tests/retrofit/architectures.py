@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from metatokens import add_meta_attention, load_meta, save_meta
+from metatokens import add_meta_attention, load_meta, save_meta, set_text_window
 from metatokens.decoder import logits_at
 from metatokens.errors import UserError
 from metatokens.retrofit.layers import MetaModule
@@ -46,6 +46,7 @@ ADDED: dict[str, Any] = {
     "head_size": 16,
 }
 MOST_PARAMETERS = 40_000_000
+WINDOW = 5  # tokens of a text window
 
 _TOKENS = {"vocab_size": ROWS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _SIZES = {
@@ -437,6 +438,20 @@ CHECKS: dict[str, tuple[Callable[[str], float], float]] = {
     "logits in pieces": (pieces_error, ROUNDED),
     "generation": (generation_differences, 0.0),
 }
+
+
+def text_window_taken(name: str) -> str:
+    """What keeps all text next to a text window: heads or blocks, blocks alone, or nothing, since it is refused."""
+    model = retrofitted(name)
+    try:
+        set_text_window(model, WINDOW, full_layers=[0])
+    except UserError:
+        return "refused"
+    try:
+        set_text_window(model, WINDOW, full_heads=[(1, 0)])
+    except UserError:
+        return "full blocks"
+    return "full heads"
 
 
 def saved_error(name: str, make: Callable[[str], PreTrainedModel]) -> float:
