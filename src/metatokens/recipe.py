@@ -458,7 +458,7 @@ def parse_yaml(text: str | bytes) -> Any:
     """Parse a YAML text of plain values, lists and mappings.
 
     Raises:
-        YAMLError: if it is anything else, or a mapping has a key twice, of which one would be lost.
+        YAMLError: if it is anything else, or if a mapping has a key twice: one value would be lost.
     """
     return copy.deepcopy(_parsed(text))
 

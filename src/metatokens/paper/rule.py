@@ -131,7 +131,7 @@ def _variance_of_side(
 
 
 def _variance_of_prompts(strata: Sequence[Stratum], weights: Sequence[float]) -> float:
-    """What the draw of the prompts adds: strata of a task may share prompts, and count as wholly dependent."""
+    """What the draw of the prompts adds. Strata of a task may share prompts, so they count as wholly dependent."""
     errors: defaultdict[str, float] = defaultdict(float)
     for weight, stratum in zip(weights, strata, strict=True):
         errors[stratum.task] += weight * sqrt(stratum.prompts)

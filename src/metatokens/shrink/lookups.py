@@ -70,7 +70,7 @@ class Form(BaseModel):
 
 
 def _placeholders(text: str) -> list[str]:
-    """What stands in braces, each once: a name, and a conversion or a format behind it, which no form may have."""
+    """What stands in braces, each text once. A form may have names alone, without a conversion or a format."""
     inside: dict[str, None] = {}
     for _, name, format_behind, conversion in Formatter().parse(text):
         if name is not None:
