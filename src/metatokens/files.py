@@ -101,21 +101,24 @@ def file_sha256(path: Path) -> str:
 def append_lines(path: Path, lines: Iterable[str]) -> None:
     """Append lines of JSON to a file: all of them or, on an error, none.
 
+    All lines are made before the file is touched, since other processes may append to it meanwhile.
+
     Raises:
         UserError: if the file is compressed, or is to be by its name.
         OSError: if the file cannot be written.
     """
     if path.suffix == ".gz" or _is_compressed(path):
         raise UserError(f"{path} is compressed: no line can be appended to it; give another name.")
+    text = "".join(f"{line}\n" for line in lines)
     _end_last_line(path)
     before = path.stat().st_size if path.exists() else 0
     try:
         with path.open("a", encoding="utf-8") as file:
-            file.writelines(line + "\n" for line in lines)
+            file.write(text)
             if path.is_file():  # not a pipe
                 file.flush()
                 os.fsync(file.fileno())
-    except BaseException:
+    except OSError:
         if path.is_file():
             os.truncate(path, before)
         raise

@@ -88,6 +88,16 @@ def test_overwriting_keeps_a_folder_that_is_no_store(fifty, tmp_path, contents):
     assert contents(tmp_path / "mine") == before
 
 
+def test_overwriting_keeps_a_model(fifty, tmp_path, small_model, contents):
+    model = small_model(second_attention="meta")
+    before = contents(model)
+
+    with pytest.raises(UserError, match="is not empty and holds no token store"):
+        write_token_store(model, fifty, "train:300", overwrite=True)
+
+    assert contents(model) == before
+
+
 def test_a_failure_while_overwriting_keeps_the_old_store(fifty, tmp_path):
     bad, words = tmp_path / "bad.jsonl", save_word_level(tmp_path / "words", 300)
     bad.write_text(json.dumps({"text": "fine " * 500}) + "\nnot JSON\n")

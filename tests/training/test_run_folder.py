@@ -195,3 +195,16 @@ def test_the_training_of_a_run_in_another_runs_folder_is_its_own(tmp_path: Path)
         (folder / "settings.json").write_text(json.dumps(settings))
 
     assert training_of(tmp_path / "further") == {"seed": 2}
+
+
+def test_the_training_of_a_phase_is_read_by_any_name_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phase = tmp_path / "run" / "64"
+    phase.mkdir(parents=True)
+    (tmp_path / "run" / "settings.json").write_text(json.dumps(FINETUNED | {"task": "parity"}))
+    (tmp_path / "link").symlink_to(phase, target_is_directory=True)
+    monkeypatch.chdir(phase)
+
+    expected = {"seed": 7, "train_condition": "decoy", "train_length": 64}
+    assert training_of(Path()) == training_of(tmp_path / "link") == expected

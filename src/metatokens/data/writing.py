@@ -122,8 +122,9 @@ def write_token_store(
         _check_same(settings, store.manifest.settings, f"{out} holds a token store")
         return store
     has_files = out.is_dir() and any(path.name != LOCK for path in out.iterdir())
+    is_model = (out / "config.json").exists()  # which has a manifest of the same name
     has_store = (out / MANIFEST).exists() or (out / STAGING).exists()
-    if has_files and not has_store:
+    if has_files and (is_model or not has_store):
         raise UserError(f"{out} is not empty and holds no token store: choose another folder.")
     is_new = not out.exists()
     try:

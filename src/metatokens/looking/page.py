@@ -123,25 +123,20 @@ def to_html(looks: Sequence[Look]) -> str:
     models = [_model(look) for look in looks]
     data = gzip.compress(json.dumps(models).encode(), mtime=0)
     names = [look.name for look in looks]
-    return (
-        page_templates("metatokens.looking")
-        .get_template("page.html.j2")
-        .render(
-            signature=SIGNATURE,
-            scale=SCALE,
-            names=names,
-            answers=[_answers(look) for look in looks],
-            forgets=any(
-                look.forgotten(*module) is not None
-                for look in looks
-                for module in look.observation.attention
-            ),
-            script=Markup(
-                files("metatokens.looking").joinpath("page.js").read_text(encoding="utf-8")
-            ),
-            plotly=Markup(get_plotlyjs()),
-            data=base64.b64encode(data).decode(),
-        )
+    template = page_templates("metatokens.looking").get_template("page.html.j2")
+    return template.render(
+        signature=SIGNATURE,
+        scale=SCALE,
+        names=names,
+        answers=[_answers(look) for look in looks],
+        forgets=any(
+            look.forgotten(*module) is not None
+            for look in looks
+            for module in look.observation.attention
+        ),
+        script=Markup(files("metatokens.looking").joinpath("page.js").read_text(encoding="utf-8")),
+        plotly=Markup(get_plotlyjs()),
+        data=base64.b64encode(data).decode(),
     )
 
 

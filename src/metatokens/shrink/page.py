@@ -190,16 +190,9 @@ def name_of_head(head: Head) -> str:
 def write_page(findings: Findings, file: Path) -> None:
     """Write the page of findings."""
     picture = base64.b64encode(_picture(findings)).decode()
-    text = (
-        page_templates("metatokens.shrink")
-        .get_template("page.html.j2")
-        .render(
-            findings=findings,
-            name_of_head=name_of_head,
-            names=NAMES,
-            picture=picture,
-            shrunk=SHRUNK,
-        )
+    template = page_templates("metatokens.shrink").get_template("page.html.j2")
+    text = template.render(
+        findings=findings, name_of_head=name_of_head, names=NAMES, picture=picture, shrunk=SHRUNK
     )
     write_whole(file, text.encode())
 

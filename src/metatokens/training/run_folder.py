@@ -131,6 +131,7 @@ def training_of(folder: Path) -> dict[str, Any]:
     Returns:
         `seed`; if the model was fine-tuned on a task, also `train_length` (tokens) and `train_condition`.
     """
+    folder = folder.resolve()  # `.` and links have another name and another parent
     # Pretraining writes its model to the run's folder, fine-tuning each phase to a folder inside it.
     for run_folder in (folder, folder.parent):
         try:
