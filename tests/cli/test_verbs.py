@@ -96,7 +96,9 @@ def test_finished_work_is_not_repeated(
     monkeypatch.setattr("metatokens.training.trainer.MetaTokenTrainer.train", None)
     monkeypatch.setattr("metatokens.data.writing._begin", None)
 
-    assert run(TOKENIZE) == tokenized
+    output, tokenized_again = run(TOKENIZE)
+    notice = "tokens was finished earlier: the corpus is not read again without --overwrite.\n"
+    assert (output, tokenized_again) == (tokenized[0], notice + tokenized[1])
     _, pretrained = run(f"{PRETRAIN} --out base")
     _, tuned = run(tune)
 

@@ -130,6 +130,30 @@ def test_a_store_cut_off_at_any_file_ends_like_one_that_was_not(
     assert rename > 8
 
 
+@pytest.mark.parametrize("change", ["grown", "added", "removed"])
+def test_an_unfinished_store_of_another_text_is_begun_anew(
+    three_parts, contents, tmp_path, change
+):
+    for file in Path(three_parts["corpus_spec"]).parent.glob("?.jsonl"):
+        shutil.copy(file, tmp_path)
+    arguments = three_parts | {"corpus_spec": f"{tmp_path}/?.jsonl"}
+    assert not write_until_cut_off(tmp_path / "tokens", arguments, rename=3)
+    assert len(finished_parts(tmp_path / "tokens")) == 1
+    match change:
+        case "grown":
+            with (tmp_path / "0.jsonl").open("a", encoding="utf-8") as file:
+                file.write('{"text": "w1 w2 w3"}\n')
+        case "added":
+            write_corpus(tmp_path / "5.jsonl", ["w1 w2 w3"])
+        case "removed":
+            (tmp_path / "4.jsonl").unlink()
+
+    write_token_store(tmp_path / "tokens", **arguments)
+
+    undisturbed = write_token_store(tmp_path / "undisturbed", **arguments)
+    assert contents(tmp_path / "tokens") == contents(undisturbed.path)
+
+
 @pytest.mark.parametrize(
     ("module", "function", "number"),
     [

@@ -27,9 +27,11 @@ def tokenize(
 
     An interrupted run resumes when the command is repeated.
     """
+    from metatokens.data.store import MANIFEST
     from metatokens.data.writing import write_token_store
     from metatokens.tasks.curriculum import task_texts
 
+    was_finished = (out / MANIFEST).exists() and not overwrite
     texts = task_texts() if tokenizer.startswith("train:") else ()
     store = write_token_store(
         out,
@@ -39,6 +41,8 @@ def tokenize(
         overwrite=overwrite,
         workers=workers,
     )
+    if was_finished:
+        say(f"{out} was finished earlier: the corpus is not read again without --overwrite.")
     for split, counts in store.manifest.splits.items():
         say(f"{split}: {counts.tokens:,} tokens in {counts.documents:,} documents")
     if not store.manifest.splits["held_out"].documents:

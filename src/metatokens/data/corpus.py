@@ -51,6 +51,7 @@ class Part(NamedTuple):
     """A piece of a corpus: some of its files, or one shard of a dataset."""
 
     files: tuple[str, ...] = ()
+    states: tuple[tuple[int, int], ...] = ()  # of the files: bytes, and the time of the last change in nanoseconds
     number: int = 0  # of the dataset's shard
     of: int = 1  # shards
 
@@ -81,7 +82,7 @@ def corpus_parts(spec: str) -> list[Part]:
     """Divide a corpus into parts for parallel reading; one after another, they are the corpus.
 
     A part is one shard of a dataset (C4 has 1,024), or successive files that begin within the same 64 MiB of the
-    corpus. `builtin` is one part. The parts depend only on the corpus.
+    corpus. `builtin` is one part. The parts differ if a file of the corpus was changed, added or removed.
     """
     if spec == BUILTIN:
         return [Part()]
@@ -90,11 +91,17 @@ def corpus_parts(spec: str) -> list[Part]:
             count = _open_dataset(spec).num_shards
         return [Part(number=number, of=count) for number in range(count)]
     files_by_start: dict[int, list[str]] = defaultdict(list)
+    states: dict[str, tuple[int, int]] = {}
     start = 0
     for file in files_of(spec):
         files_by_start[start // PART_BYTES].append(file)
-        start += Path(file).stat().st_size
-    return [Part(tuple(files)) for files in files_by_start.values()]
+        status = Path(file).stat()
+        states[file] = status.st_size, status.st_mtime_ns
+        start += status.st_size
+    return [
+        Part(tuple(files), tuple(states[file] for file in files))
+        for files in files_by_start.values()
+    ]
 
 
 def read_part(spec: str, part: Part) -> Iterator[str]:

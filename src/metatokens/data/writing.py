@@ -98,8 +98,8 @@ def write_token_store(
     so that neither split is empty.
 
     If it is interrupted, a store keeps its finished parts (see `corpus_parts`), and a call with the same arguments
-    continues. Whether the files behind a corpus spec have changed since then is not checked. Memory holds a few
-    documents for each worker.
+    continues, or begins anew if a file of the corpus has changed since then. For a finished store, the corpus is not
+    read again. Memory holds a few documents for each worker.
 
     Args:
         out: the store's folder.
@@ -170,7 +170,7 @@ def _write_store(
     begun_with = _settings_of(staging)
     if begun_with is not None and not overwrite:
         _check_same(settings, begun_with, f"{out} holds an unfinished token store")
-    if begun_with != settings:
+    if begun_with != settings or _has_other_text(staging, settings.corpus):
         _begin(staging, settings, extra_texts)
     if not (staging / MANIFEST).exists():
         _finish(staging, workers)
@@ -187,6 +187,14 @@ def _settings_of(staging: Path) -> StoreSettings | None:
     except (FileNotFoundError, ValidationError, UserError):
         pass
     return None
+
+
+def _has_other_text(staging: Path, corpus: str) -> bool:
+    """Whether the corpus has changed since the unfinished store was begun; of no interest once all shards are written."""
+    if (staging / MANIFEST).exists():
+        return False
+    plan = Plan.model_validate_json((staging / PLAN).read_bytes())
+    return plan.parts != tuple(corpus_parts(corpus))
 
 
 def _begin(staging: Path, settings: StoreSettings, extra_texts: Iterable[str]) -> None:
