@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from metatokens.errors import UserError
+from metatokens.data.tokenizer import decode_continuation
 from metatokens.model.releases import CACHE
 from metatokens.model.wrappers import takes_wrapped
 
@@ -231,7 +232,7 @@ def continue_prompts(
             for position in reversed(getattr(output[CACHE], "inserted", [])):
                 if position < length + len(new_ids):
                     with_metas.insert(position, model.config.meta_token_id)
-            text = tokenizer.decode(new_ids, skip_special_tokens=True)
+            text = decode_continuation(tokenizer, row, new_ids)
             yield Continuation(text, tokenizer.decode(with_metas[length - len(row) :]))
 
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from metatokens.data.prompts import encode_chat, encode_prompt
-from metatokens.data.tokenizer import load_tokenizer
+from metatokens.data.tokenizer import decode_continuation, load_tokenizer
 from metatokens.data.writing import write_token_store
 from metatokens.evaluation.perplexity import held_out_text
 from metatokens.tasks.encoding import SegmentEncoder
@@ -88,6 +88,15 @@ def test_a_text_has_the_ids_that_transformers_gives(base, tokenizer):
     ]
     for text in TEXTS:
         assert encode_prompt(tokenizer, text) == base(text)["input_ids"]
+
+
+def test_a_continuation_keeps_the_space_before_it(tokenizer):
+    [*prompt, last_word] = encode_prompt(tokenizer, "the cat number 12 sat")
+
+    assert tokenizer.decode([last_word]) == "sat"
+    assert decode_continuation(tokenizer, prompt, [last_word]) == " sat"
+    assert decode_continuation(tokenizer, prompt, [last_word, tokenizer.eos_token_id]) == " sat"
+    assert decode_continuation(tokenizer, [], [*prompt, last_word]) == "the cat number 12 sat"
 
 
 def test_the_documents_of_a_store(

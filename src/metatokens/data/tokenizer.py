@@ -193,6 +193,21 @@ def _without_prefix(part: Any) -> Any:
     return {key: off.get(key, _without_prefix(value)) for key, value in part.items()}
 
 
+def decode_continuation(
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], ids: Sequence[int]
+) -> str:
+    """The text by which ids continue a prompt, without control tokens.
+
+    Tokenizers like Llama 2's drop the space before the first word of a text, which the first word of a continuation
+    keeps.
+    """
+    before = tokenizer.decode(prompt, skip_special_tokens=True)
+    whole = tokenizer.decode([*prompt, *ids], skip_special_tokens=True)
+    if not whole.startswith(before):  # the prompt ends within a character
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+    return str(whole[len(before) :])
+
+
 def beginning_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that a tokenizer puts before a text, such as a token for its beginning; often none."""
     encoding = tokenizer("text", return_special_tokens_mask=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from metatokens.data.tokenizer import decode_continuation
 from metatokens.decoder import continue_prompts, logits_at
 from metatokens.model.configuration import never_generated
 from metatokens.model.positions import reaches
@@ -88,4 +89,4 @@ def answer(
         if next_token == tokenizer.eos_token_id:
             break
         ids.append(next_token)
-    return str(tokenizer.decode(ids[example.answer_start :]))
+    return decode_continuation(tokenizer, ids[: example.answer_start], ids[example.answer_start :])
