@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from metatokens.errors import UserError
 from metatokens.data.tokenizer import decode_continuation
+from metatokens.errors import UserError
 from metatokens.model.releases import CACHE
 from metatokens.model.wrappers import takes_wrapped
 

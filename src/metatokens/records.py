@@ -93,6 +93,9 @@ class Subject(Record):
 class About(Subject):
     """A subject and its seeds, before anything is measured."""
 
+    text: str | None = (
+        None  # for perplexity: held_out, book, or a corpus; of your own records: their file
+    )
     noise_seed: int | None = None  # of an intervention that draws noise
     seed: int = 0  # of the model's training
     recipe: str | None = None  # the preset, or preset/variant
@@ -113,7 +116,8 @@ class Result(Subject, Measured):
     """An accuracy, a perplexity, or the share of prompts that a shortcut answers."""
 
     noise_seed: int | None = None
-    text: str | None = None  # for perplexity: held_out, book, or a path
+    text: str | None = None  # as in `About`
+    fraction: float | None = None  # for perplexity: k, where it is not the paper's 0.1
     text_window: int | None = None  # positions; null for a model that forgets no text
     # The share of tokens whose keys and values are kept: of prompts, blocks, or the documents of landmarks_alone.
     kv_kept: float | None = None

@@ -131,9 +131,7 @@ def test_a_store_cut_off_at_any_file_ends_like_one_that_was_not(
 
 
 @pytest.mark.parametrize("change", ["grown", "added", "removed"])
-def test_an_unfinished_store_of_another_text_is_begun_anew(
-    three_parts, contents, tmp_path, change
-):
+def test_an_unfinished_store_of_another_text_is_begun_anew(three_parts, contents, tmp_path, change):
     for file in Path(three_parts["corpus_spec"]).parent.glob("?.jsonl"):
         shutil.copy(file, tmp_path)
     arguments = three_parts | {"corpus_spec": f"{tmp_path}/?.jsonl"}

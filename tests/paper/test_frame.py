@@ -11,6 +11,7 @@ from metatokens.paper.frame import learning_curves, load
 from tests.paper.report.made_lines import (
     accuracy,
     inner,
+    perplexity,
     recall,
     shortcut,
     write,
@@ -61,6 +62,8 @@ def test_text_windows_and_recipes_of_no_preset_are_models_of_their_own(read):
             accuracy(0.5, recipe="mine/b"),
             accuracy(0.5, recipe="demo", text_window=16),
             accuracy(0.5, recipe="demo", text_window=256),
+            accuracy(0.5, recipe="demo", text="my/a.jsonl"),
+            accuracy(0.5, recipe="demo", text="my/b.jsonl"),
         ],
         curves=[recall(100, 0.95, recipe="mine/a")],
     )
@@ -71,8 +74,14 @@ def test_text_windows_and_recipes_of_no_preset_are_models_of_their_own(read):
         "meta, mine/b",
         "meta, window 16",
         "meta, window 256",
+        "meta, my/a.jsonl",
+        "meta, my/b.jsonl",
     ]
     assert inputs.measured()["model"].tolist() == names
+    shares = read([perplexity(40, 2), perplexity(50, 2, fraction=0.2)], curves=[]).measured(
+        metric="perplexity", text="*"
+    )
+    assert shares["model"].tolist() == ["meta", "meta, k = 0.2"]
     assert inputs.curves["model"].tolist() == ["meta, mine/a"]
 
 

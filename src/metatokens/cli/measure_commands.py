@@ -108,6 +108,7 @@ def evaluate(
     subject = About(
         model=name or str(model),
         task=task,
+        text=None if data is None else str(data),
         condition=condition or landmarks,
         **({} if change is None else change.fields),
         **training_of(model),
@@ -260,11 +261,10 @@ def perplexity(
     result = perplexity(
         loaded,
         text,
-        About(model=str(model), seed=training_of(model).get("seed", 0)),
+        About(model=str(model), text=corpus, seed=training_of(model).get("seed", 0)),
         block_size=block_size,
         fraction=fraction,
         placement=placement,
         landmarks=None if landmarks is None else Landmarks(tokenizer, landmarks),
-        source=corpus,
     )
     write_figures([result], out, as_json=as_json)

@@ -51,7 +51,9 @@ class Part(NamedTuple):
     """A piece of a corpus: some of its files, or one shard of a dataset."""
 
     files: tuple[str, ...] = ()
-    states: tuple[tuple[int, int], ...] = ()  # of the files: bytes, and the time of the last change in nanoseconds
+    states: tuple[
+        tuple[int, int], ...
+    ] = ()  # of the files: bytes, and the time of the last change in nanoseconds
     number: int = 0  # of the dataset's shard
     of: int = 1  # shards
 

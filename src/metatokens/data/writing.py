@@ -190,7 +190,7 @@ def _settings_of(staging: Path) -> StoreSettings | None:
 
 
 def _has_other_text(staging: Path, corpus: str) -> bool:
-    """Whether the corpus has changed since the unfinished store was begun; of no interest once all shards are written."""
+    """Whether the corpus has changed since the store was begun, while shards are missing."""
     if (staging / MANIFEST).exists():
         return False
     plan = Plan.model_validate_json((staging / PLAN).read_bytes())

@@ -30,6 +30,7 @@ from metatokens.model.wrappers import takes_wrapped
 from metatokens.records import About, Result
 
 BATCH = 16  # blocks per forward pass
+PAPER_FRACTION = 0.1  # k
 
 # Ids and labels of a block with its meta-tokens, each (positions,) int64.
 Block = tuple[np.ndarray, np.ndarray]
@@ -74,20 +75,18 @@ def perplexity(
     fraction: float,
     placement: str,
     landmarks: Landmarks | None = None,
-    source: str | None = None,
 ) -> Result:
     """Perplexity of `text` with a 95 % interval over blocks, which are treated as independent.
 
     Args:
         model: the model.
         text: token ids of the held-out text, (tokens,).
-        subject: the model, for the result.
+        subject: the model and the name of the text, for the result.
         block_size: n. A block has n - floor(k n) text tokens, with or without meta-tokens. Text after the last whole
             block is ignored.
         fraction: k.
         placement: of the inserted meta-tokens; `none` inserts none.
         landmarks: in place of a placement, a rule for inserting meta-tokens; it may make blocks longer than n.
-        source: the name of the text, for the result.
 
     Raises:
         UserError: if the text has fewer than two blocks, a block has nothing to predict, the model has no meta-token to
@@ -123,7 +122,7 @@ def perplexity(
             length=block_size,
             metric="perplexity",
         ),
-        text=source,
+        fraction=None if fraction == PAPER_FRACTION else fraction,
         value=math.exp(mean),
         n=count * (text_per_block - 1),
         low=math.exp(low),

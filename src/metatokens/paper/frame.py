@@ -33,10 +33,11 @@ RATES = (0.5, 1.0, 2.0, 4.0)  # nats, at which distortions are compared
 DERIVED = ("distortion_at_rate", "slowdown")
 METRICS = {*get_args(Metric), *get_args(AnalysisMetric), *DERIVED}
 
+ACCURACIES = ("exact_match", "token_accuracy")
 _NUMBERS = (
-    "train_length", "length", "text_window", "noise_seed", "layer", "head", "distance", "position", "beta", "fit_seed",
-    "rate", "batch", "seed", "value", "low", "high", "n", "chance", "shortcut", "step", "loss", "text_tokens",
-    "exact_match", "kv_kept", "kv_bytes",
+    "train_length", "length", "text_window", "fraction", "noise_seed", "layer", "head", "distance", "position", "beta",
+    "fit_seed", "rate", "batch", "seed", "value", "low", "high", "n", "chance", "shortcut", "step", "loss",
+    "text_tokens", "exact_match", "kv_kept", "kv_bytes",
 )  # fmt: skip
 _TEXTS = ("benchmark", "against", "shape", "device")  # that derived figures alone have
 _OBJECTS = ("premise", "boosted", "quantiles")
@@ -44,8 +45,7 @@ _OBJECTS = ("premise", "boosted", "quantiles")
 _OUTCOMES = ("value", "low", "high", "n", "chance", "quantiles", "hits", "kv_kept", "kv_bytes")
 _ACCURACY = {"condition": "paper", "train_condition": "paper", "intervention": "", "variant": ""}
 _PLAIN: Mapping[str, Fields] = {
-    "exact_match": _ACCURACY,
-    "token_accuracy": _ACCURACY,
+    **dict.fromkeys(ACCURACIES, _ACCURACY),
     "perplexity": {"variant": "", "text": "held_out"},
 }
 
@@ -56,10 +56,11 @@ class Inputs:
 
     Args:
         figures: what was measured and what is derived from it. A row has the fields of `Result` or `Measurement`, and
-            `variant` (of a preset; empty for the plain runs). The name of a model also has its text window, and a
-            recipe that is no preset's: `meta, window 256`. An exact match also has `chance`, what a constant answer
-            scores, and `shortcut`, the best rule that does not do the task; both as proportions of the prompts of its
-            task, length and condition. The metrics of `DERIVED` are explained where they are made.
+            `variant` (of a preset; empty for the plain runs). The name of a model also has what else differs: its text
+            window, the share of meta-tokens, the file of the records, a recipe that is no preset's:
+            `meta, window 256`. An exact match also has `chance`, what a constant answer scores, and `shortcut`, the
+            best rule that does not do the task; both as proportions of the prompts of its task, length and condition.
+            The metrics of `DERIVED` are explained where they are made.
         curves: the points of training curves, with `variant`.
         preset: the preset of a grid; None for other runs.
         read: the lines themselves.
@@ -214,11 +215,17 @@ def _named(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows with their variants, what follows the preset in the recipe, and with the names of models in full."""
     variants: list[str] = []
     names: list[str] = []
-    columns = frame[["model", "recipe", "text_window"]]
-    for model, recipe, window in columns.itertuples(index=False):
+    columns = frame.reindex(
+        columns=["model", "recipe", "text_window", "fraction", "metric", "text"]
+    )
+    for model, recipe, window, fraction, metric, text in columns.itertuples(index=False):
         words = [model]
         if not np.isnan(window):
             words.append(f"window {window:.0f}")
+        if not np.isnan(fraction):
+            words.append(f"k = {fraction:g}")
+        if metric in ACCURACIES and text:
+            words.append(text)
         preset, _, variant = recipe.partition("/")
         if recipe and preset not in PRESETS:
             words.append(recipe)

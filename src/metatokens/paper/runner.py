@@ -179,11 +179,10 @@ class Runner:
                 result = perplexity(
                     pretrained,
                     text,
-                    model.subject(self.name),
+                    model.subject(self.name).model_copy(update={"text": source}),
                     block_size=blocks.block_size,
                     fraction=blocks.fraction,
                     placement=placement,
-                    source=source,
                 )
                 results.append(result)
         return Outcome(results=results)
