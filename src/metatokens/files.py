@@ -21,6 +21,7 @@ from metatokens.errors import UserError, one_line
 LOCK = ".lock"  # in a folder that a process works in, or has worked in
 GZIP = b"\x1f\x8b"  # the first bytes of a compressed file, and of no text
 PARTIAL = ".partial"  # suffix of a file that is being written
+LONGEST_LINE = 2**28  # bytes that are read to see whether a file has lines of JSON
 # Exceptions that this package or transformers may raise when a file is damaged or hostile.
 DAMAGED = (
     OSError,
@@ -104,11 +105,10 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
     All lines are made before the file is touched, since other processes may append to it meanwhile.
 
     Raises:
-        UserError: if the file is compressed, or is to be by its name.
+        UserError: if the file is of another kind.
         OSError: if the file cannot be written.
     """
-    if path.suffix == ".gz" or _is_compressed(path):
-        raise UserError(f"{path} is compressed: no line can be appended to it; give another name.")
+    check_lines(path)
     text = "".join(f"{line}\n" for line in lines)
     _end_last_line(path)
     before = path.stat().st_size if path.exists() else 0
@@ -124,11 +124,28 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
         raise
 
 
-def _is_compressed(path: Path) -> bool:
-    if not path.is_file():
+def check_lines(path: Path) -> None:
+    """Refuse a file that holds something other than lines of JSON; a new file and a pipe may be written.
+
+    Raises:
+        UserError: if the file is compressed, or is to be by its name, or its first line is no JSON object.
+        OSError: if the file cannot be read.
+    """
+    first = b""
+    if path.is_file():
+        with path.open("rb") as file:
+            first = file.readline(LONGEST_LINE)
+    if path.suffix == ".gz" or first.startswith(GZIP):
+        raise UserError(f"{path} is compressed: no line can be appended to it; give another name.")
+    if first and not _is_object(first):
+        raise UserError(f"{path} is another kind of file, and is kept; give another name.")
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
         return False
-    with path.open("rb") as file:
-        return file.read(len(GZIP)) == GZIP
 
 
 def _end_last_line(path: Path) -> None:
@@ -140,14 +157,11 @@ def _end_last_line(path: Path) -> None:
         (last,) = deque(chain([b"\n"], file), maxlen=1)
         if last.endswith(b"\n"):
             return
-        try:
-            json.loads(last)
-        except (ValueError, RecursionError):
-            if last.startswith(b"{"):  # only records start so
-                print(f"{path} ended in half a line, which is dropped.", file=sys.stderr)
-                file.truncate(file.tell() - len(last))
-                return
-        file.write(b"\n")
+        if last.startswith(b"{") and not _is_object(last):  # only records start so
+            print(f"{path} ended in half a line, which is dropped.", file=sys.stderr)
+            file.truncate(file.tell() - len(last))
+        else:
+            file.write(b"\n")
 
 
 def relative_base_name(folder: Path, base: str) -> str:

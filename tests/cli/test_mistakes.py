@@ -129,6 +129,10 @@ MISTAKES = {
     "tokenize --corpus text.txt --tokenizer train:300 --out notes": "notes is not empty and holds no token store",
     "tokenize --corpus text.txt --tokenizer train:300 --out notes --overwrite": "notes is not empty and holds no token",
     f"{EVALUATE} --task parity --out new.jsonl.gz": "new.jsonl.gz is compressed: no line can be appended to it",
+    f"{EVALUATE} --task parity --out text.txt": "text.txt is another kind of file, and is kept",
+    f"{EVALUATE} --data long.jsonl --out ./long.jsonl": "long.jsonl is read or written by this command already",
+    f"{EVALUATE} --task parity --out a.jsonl --predictions a.jsonl": "a.jsonl is read or written by this command",
+    "perplexity --model model --corpus text.txt --out text.txt": "text.txt is read or written by this command",
     f"{EVALUATE} --task parity --out text.txt/new.jsonl": "cannot write to text.txt/new.jsonl: Not a directory",
     f"{PRETRAIN} --out /proc/new": "/proc/new cannot be used as a run folder",  # where not even root can write
     # of the command line itself
@@ -171,6 +175,9 @@ def test_a_result_file_is_tried_before_anything_is_measured(
     out = tmp_path / "new.jsonl"
     assert metatokens(f"evaluate --task parity --model flipped --out {out}")[0] == 2
     assert not out.exists()  # the try leaves nothing behind
+    out.symlink_to(tmp_path / "elsewhere.jsonl")
+    assert metatokens(f"evaluate --task parity --model flipped --out {out}")[0] == 2
+    assert (out.is_symlink(), out.exists()) == (True, False)
 
 
 @pytest.mark.slow  # it imports everything anew, to see that no library prints a notice

@@ -220,6 +220,17 @@ def test_a_compressed_file_of_any_name_is_kept(tmp_path: Path) -> None:
     assert file.read_bytes() == before
 
 
+@pytest.mark.parametrize("content", [b"{my own} notes", b"{\n}\n", b"\x90\0\0{}\n", b"[1]\n"])
+def test_a_file_of_another_kind_is_kept(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    file.write_bytes(content)
+
+    with pytest.raises(UserError, match="is another kind of file, and is kept"):
+        append_lines(file, ['{"next": 1}'])
+
+    assert file.read_bytes() == content
+
+
 def test_lines_of_which_one_cannot_be_made_are_not_begun(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     file.write_text('{"first": 1}\n')

@@ -91,8 +91,8 @@ def evaluate(
             "--intervention landmarks_alone goes with --task, whose prompts have a question; leave --predictions out."
         )
     change = None if intervention is None or is_alone else Intervention.parse(intervention)
-    check_results_file(out)
-    check_results_file(predictions)
+    check_results_file(out, data, predictions)
+    check_results_file(predictions, data)
     loaded, tokenizer = options.load(model)
     check_meta_token(loaded.config, tokenizer, model)
     tests: dict[Any, list[Example]]
@@ -251,7 +251,7 @@ def perplexity(
     from metatokens.records import About
     from metatokens.training.run_folder import training_of
 
-    check_results_file(out)
+    check_results_file(out, corpus)
     if landmarks is not None and placement != "none":
         raise UserError(
             "give --placement or --landmarks, not both: each places the meta-tokens of a block."

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metatokens.errors import UserError
-from metatokens.files import append_lines
+from metatokens.files import append_lines, check_lines
 from metatokens.machine import is_first_process
 
 if TYPE_CHECKING:
@@ -53,13 +53,25 @@ def write_figures(figures: "Sequence[Measured]", out: Path | None, *, as_json: b
         print_figures([figure.model_dump(exclude_defaults=True) for figure in figures])
 
 
-def check_results_file(out: Path | None) -> None:
-    """Refuse a file that cannot be appended to, before anything is measured."""
-    if out is not None:
-        is_new = not out.exists()
-        write_records((), out)
+def check_results_file(out: Path | None, *others: str | Path | None) -> None:
+    """Refuse a file that cannot be appended to, before anything is measured; the file stays as it is.
+
+    Args:
+        out: the file.
+        others: what the command reads or writes besides.
+    """
+    if out is None:
+        return
+    if any(other is not None and out.resolve() == Path(other).resolve() for other in others):
+        raise UserError(f"{out} is read or written by this command already; give another name.")
+    is_new = not out.exists()
+    try:
+        check_lines(out)
+        out.open("ab").close()
         if is_new:
-            out.unlink()
+            out.resolve().unlink()  # a link stays
+    except OSError as error:
+        raise UserError(f"cannot write to {out}: {error.strerror}.") from error
 
 
 _SHARES = ("exact_match", "token_accuracy", "shortcut")  # shown in percent
