@@ -175,6 +175,9 @@ def left_padded(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tenso
     return padded, pad_sequence([*masks], batch_first=True, padding_side="left")
 
 
+LEAST_TEMPERATURE = 1e-4
+
+
 @dataclass(frozen=True, slots=True)
 class Continuation:
     """A prompt that a model continued: the new text, and the prompt and the new text with visible meta-tokens."""
@@ -202,15 +205,16 @@ def continue_prompts(
         tokenizer: the model's.
         prompts: token ids, such as `encode_prompt` gives.
         batch_size: prompts per call of `generate`.
-        temperature: 0 decodes greedily; anything else samples.
+        temperature: of sampling; 0 decodes greedily, and so does anything below 0.0001, by which logits cannot be
+            divided.
         options: for `model.generate`, such as `max_new_tokens`, `meta_every` and `streamer`.
 
     Returns:
         A continuation for each prompt, in order; each batch is generated when its first one is asked for.
     """
-    options |= (
-        {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    )
+    options["do_sample"] = temperature >= LEAST_TEMPERATURE
+    if options["do_sample"]:
+        options["temperature"] = temperature
     ends = options.get("eos_token_id", model.generation_config.eos_token_id)
     ends = ends if isinstance(ends, list) else [ends]
     for start in range(0, len(prompts), batch_size):

@@ -70,6 +70,7 @@ def ground(
         pass
     (ground / "run" / "model.safetensors").write_bytes(weights)
     write_manifest(ground / "run")
+    (ground / "run" / "mine.yaml").write_text("training: {}\n")
     with open_run(ground / "reproduced", {"preset": "demo", "corpus": "builtin"}):
         pass
     return ground
@@ -93,7 +94,9 @@ MISTAKES = {
     f"{EVALUATE} --data long.jsonl -n 3": "--lengths, --condition and -n go with --task",
     f"{FINETUNE} --data records.jsonl": "records.jsonl, line 3: ",
     f"{FINETUNE} --data long.jsonl --set task.landmarks=paragraph": "the rule paragraph inserts no meta-token into",
-    f"{EVALUATE} --task parity --lengths long": "lengths 'long' must be numbers of at least 1, separated by commas",
+    f"{EVALUATE} --task parity --lengths long": "'long' must be numbers from 1 to 1,000,000, separated by",
+    f"{EVALUATE} --task parity --lengths 64,99999999": "must be numbers from 1 to 1,000,000",
+    f"pretrain {SMALL} --out run --overwrite --recipe run/mine.yaml": "--overwrite would remove run/mine.yaml",
     "reproduce --preset huge --out new": "no preset 'huge'; the presets are",
     # corpora
     f"{TOKENIZE} --corpus nowhere.txt --tokenizer train:300": "no file matches the corpus nowhere.txt",

@@ -23,11 +23,11 @@ from transformers import (
 
 from metatokens import encode_prompt, load_meta, save_meta
 from metatokens.analysis import rate_distortion
-from metatokens.checkpoint import weights_sha256, weights_size
+from metatokens.checkpoint import load_model, weights_sha256, weights_size
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import META_TOKEN, load_tokenizer
 from metatokens.evaluation.perplexity import held_out_text
-from tests.cli.command_lines import FINETUNE, Refuse, Succeed, read_lines
+from tests.cli.command_lines import FINETUNE, Refuse, Run, Succeed, read_lines
 from tests.numbers import ROUNDED_PERPLEXITY
 
 RETROFIT = "retrofit --model base --out model --heads 2 --head-size 8"
@@ -217,10 +217,29 @@ def test_perplexity_is_the_bases(base: Path, run: Succeed) -> None:
     assert json.loads(output)["value"] == pytest.approx(expected, rel=ROUNDED_PERPLEXITY)
 
 
+def test_a_call_that_was_cut_off_can_be_repeated(
+    base: Path, run: Succeed, metatokens: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("metatokens.checkpoint.write_manifest", cut_off)
+        assert metatokens(RETROFIT)[0] == 130
+    assert not Path("model").exists()
+
+    run(RETROFIT)
+
+    load_model(Path("model"))
+    assert not list(Path().glob(".model*"))
+
+
 def test_what_cannot_be_is_refused(base: Path, run: Succeed, refused: Refuse) -> None:
     run(RETROFIT)
     refused(RETROFIT, "model is not an empty folder; give another one.")
-    refused("retrofit --model base --out /proc/new", "the model cannot be written to /proc/new")
+    refused(
+        "retrofit --model base --out /proc/new", "/proc/.new.partial: No such file or directory"
+    )
     refused("retrofit --model model --out new", "has meta-tokens already")
     refused(
         "retrofit --model nowhere --out new",

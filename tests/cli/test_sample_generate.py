@@ -46,7 +46,10 @@ def test_generation_continues_the_prompt(small_model: Models, run: Succeed) -> N
     with_metas, _ = run(f"{generate} --meta-every 2")
     sampled = [run(f"{generate} --temperature 1 --seed {seed}")[0] for seed in (1, 1, 2)]
 
+    cold, _ = run(f"{generate} --temperature 1e-40")
+
     assert greedy == again
+    assert cold == greedy[0]
     assert greedy[0].startswith(prompt)
     assert len(greedy[0]) > len(prompt) + 20
     assert with_metas != greedy[0]

@@ -5,6 +5,7 @@ import io
 import os
 import pty
 import struct
+import subprocess
 import sys
 import termios
 import threading
@@ -203,3 +204,24 @@ def test_what_rows_lack_stands_in_no_row(printed: Print) -> None:
         "4",
     ]
     assert rows[1].split() == ["similarity", "centred,", "layer", "1,", "premise", "no", "-", "4"]
+
+
+@pytest.mark.parametrize("line", ["--help", "--version"])
+def test_a_full_device_is_one_sentence(line: str) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "metatokens", line], stdout=full, stderr=subprocess.PIPE
+        )
+
+    assert (done.returncode, done.stderr) == (2, b"metatokens: No space left on device.\n")
+
+
+def test_a_reader_that_ends_early_is_no_mistake() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "metatokens", "--version"], stdout=writing, stderr=subprocess.PIPE
+    )
+    os.close(writing)
+
+    assert done.stderr == b""

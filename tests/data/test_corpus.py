@@ -3,8 +3,10 @@
 import codecs
 import gzip
 import itertools
+import os
 import re
 import textwrap
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
@@ -159,3 +161,10 @@ def test_a_wrong_spec_is_refused_before_anything_is_read(spec, sentence, tmp_pat
 
     with pytest.raises(UserError, match=sentence):
         read_corpus(spec)
+
+
+def test_a_name_that_is_not_utf_8_is_refused(tmp_path):
+    Path(os.fsdecode(bytes(tmp_path) + b"/\xff.txt")).write_text("a text")
+
+    with pytest.raises(UserError, match=r"is not UTF-8; rename it"):
+        read_corpus(f"{tmp_path}/*.txt")

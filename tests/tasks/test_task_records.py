@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from metatokens.data.tokenizer import encode_text
+from metatokens.data.tokenizer import encode_text, load_tokenizer
 from metatokens.errors import UserError
 from metatokens.tasks.curriculum import TASKS, TaskData
 from metatokens.tasks.example import read_examples
+from tests.data.small_corpora import save_word_level
 
 GOOD = {"prompt": "a", "completion": "b"}
 
@@ -86,3 +87,14 @@ def test_a_bad_record_is_refused(record, tokenizer, tmp_path):
 
     with pytest.raises(UserError, match=r"records\.jsonl"):
         read_examples(path, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion"), [(" ", "w3"), ("w3", "\n")], ids=["prompt", "completion"]
+)
+def test_a_text_without_tokens_is_refused(prompt, completion, tmp_path):
+    words = load_tokenizer(save_word_level(tmp_path / "words", 9))
+    path = write_lines(tmp_path, {"prompt": prompt, "completion": completion})
+
+    with pytest.raises(UserError, match="the tokenizer has no token for the prompt or the comple"):
+        read_examples(path, words)

@@ -1,5 +1,6 @@
 """Fine-tuning: phases, a user's own records, and what does not fit."""
 
+import gzip
 import json
 from functools import partial
 from pathlib import Path
@@ -203,18 +204,19 @@ def test_own_records_are_learned_and_a_literal_marker_stays_text(
     assert greedy(folder, literal, tokenizer) == " river"
 
 
-def test_a_run_on_own_records_resumes_and_is_bound_to_its_file(
+def test_a_run_on_own_records_resumes_and_is_bound_to_its_texts(
     model: Path, finetuning: Finetuning, records: Path, steps: type, tmp_path: Path
 ) -> None:
     finetune(finetuning(), model, tmp_path / "undisturbed", data=records)
     run = partial(finetune, finetuning(), model, tmp_path / "run")
     interrupt(partial(run, data=records), steps, 3)
-    moved = records.rename(tmp_path / "moved.jsonl")
+    moved = tmp_path / "moved.jsonl.gz"
+    moved.write_bytes(gzip.compress(records.read_bytes()))
     run(data=moved)
     before = result(tmp_path / "run")
     assert before == result(tmp_path / "undisturbed")
     assert training_of(tmp_path / "run" / "data") == {"seed": 0}
-    moved.write_text('{"prompt": "another", "completion": " file"}\n')
+    moved.write_bytes(b'{"prompt": "another", "completion": " file"}\n')
     with pytest.raises(UserError, match="data_sha256 was"):
         run(data=moved)
     assert result(tmp_path / "run") == before

@@ -21,7 +21,7 @@ from metatokens.cli.output import say
 from metatokens.cli.report_commands import report, reproduce
 from metatokens.cli.shrink_command import shrink
 from metatokens.cli.train_commands import extend, finetune, pretrain, retrofit, tokenize
-from metatokens.errors import UserError
+from metatokens.errors import UserError, one_line
 from metatokens.machine import keep_freed_memory, process_count
 
 # In the order of use, as `--help` lists them.
@@ -79,9 +79,12 @@ def main(command: typer.Typer = app) -> None:
     try:
         # A mistake then comes here, and typer draws no box around it.
         status = command(standalone_mode=False)
-    except (UserError, UsageError) as error:
+        sys.stdout.flush()
+    except (UserError, UsageError, OSError) as error:
         if "--debug" in sys.argv:
             raise
+        if isinstance(error, OSError):
+            _drop_output()
         sentence = _sentence(error)
         if sentence:
             print(f"metatokens: {sentence}", file=sys.stderr)
@@ -106,8 +109,21 @@ def _write_utf_8() -> None:
             )
 
 
+def _drop_output() -> None:
+    """Drop what standard output still holds, which Python would otherwise fail to write at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _sentence(error: Exception) -> str:
-    """The sentence about a mistake; empty if typer has printed the help in its place."""
+    """The sentence about a mistake; empty if typer has printed the help in its place, or nobody reads the output."""
+    if isinstance(error, BrokenPipeError):
+        return ""
+    if isinstance(error, OSError):
+        reason = error.strerror or one_line(error)
+        return f"{error.filename}: {reason}." if error.filename else f"{reason}."
     if not isinstance(error, UsageError):
         return str(error)
     wrong = error.format_message().replace("Value error, ", "")  # pydantic's prefix

@@ -1,5 +1,6 @@
 """Options that several commands share, so that each reads the same everywhere."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -18,6 +19,7 @@ CORPUS = f"{BUILTIN}, a file or glob (.txt, .jsonl, .gz), or hf:NAME:CONFIG"
 TOKENIZER = (
     "a folder, gpt2 or another name of the Hub, or train:N to train one of N tokens on the corpus"
 )
+LARGEST = 1_000_000  # of the numbers in a list, such as lengths in tokens
 RECORDS = "JSON lines of prompt, markers and completion"
 
 
@@ -141,9 +143,20 @@ def check_task_or_data(task: str | None, data: Path | None) -> None:
 
 def parse_numbers(name: str, text: str, *, smallest: int) -> list[int]:
     """Read numbers separated by commas, such as lengths in tokens."""
-    numbers = [int(part) if part.strip().isdecimal() else -1 for part in text.split(",")]
-    if min(numbers) < smallest:
+    parts = [part.strip() for part in text.split(",")]
+    allowed = range(smallest, LARGEST + 1)
+    if not all(re.fullmatch(r"\d{1,7}", part, re.ASCII) and int(part) in allowed for part in parts):
         raise UserError(
-            f"{name} {text!r} must be numbers of at least {smallest}, separated by commas."
+            f"{name} {text[:100]!r} must be numbers from {smallest} to {LARGEST:,}, separated by commas."
         )
-    return numbers
+    return list(map(int, parts))
+
+
+def check_overwriting(out: Path, *files: str | Path | None, overwrite: bool) -> None:
+    """Refuse --overwrite where it would remove a file that the command alone reads, such as a recipe."""
+    from metatokens.training import run_folder
+
+    if overwrite:
+        paths = [Path(file) for file in files if file is not None]
+        # A recipe may also be a bundled one's name.
+        run_folder.check_overwriting(out, [path for path in paths if path.is_file()])

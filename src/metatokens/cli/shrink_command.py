@@ -73,6 +73,7 @@ def shrink(
     if landmarks is not None:
         changes.append(f"cache.landmarks={landmarks}")
     settings = load_recipe(ShrinkRecipe, recipe, changes)
+    options.check_overwriting(out, recipe, overwrite=overwrite)
     findings = shrink(
         settings,
         model,

@@ -1,5 +1,6 @@
 """The commands that make token stores and models."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,6 +10,7 @@ import typer
 from metatokens.cli import options
 from metatokens.cli.output import progress_bar, say
 from metatokens.errors import UserError
+from metatokens.files import PARTIAL
 from metatokens.recipe import FinetuneRecipe, PretrainRecipe, load_recipe
 
 LARGE = 100_000_000  # bytes of weights; larger models are assumed to be pretrained elsewhere
@@ -72,6 +74,7 @@ def pretrain(
     from metatokens.training.pretrain import pretrain
 
     settings = load_recipe(PretrainRecipe, recipe, overrides or ())
+    options.check_overwriting(out, recipe, overwrite=overwrite)
     with progress_bar("pretrain") as progress:
         is_trained = pretrain(settings, out, init=init, overwrite=overwrite, progress=progress)
     _say_trained(out, is_trained)
@@ -102,6 +105,7 @@ def extend(
     from metatokens.training.extend import extend
 
     settings = load_recipe(PretrainRecipe, recipe, overrides or ())
+    options.check_overwriting(out, recipe, overwrite=overwrite)
     with progress_bar("extend") as progress:
         is_trained = extend(
             model,
@@ -152,7 +156,9 @@ def finetune(
     from metatokens.training.probe import held_out_probe
 
     options.check_task_or_data(task, data)
-    settings = load_recipe(FinetuneRecipe, recipe or _recipe_for_size(model), overrides or ())
+    recipe = recipe or _recipe_for_size(model)
+    settings = load_recipe(FinetuneRecipe, recipe, overrides or ())
+    options.check_overwriting(out, recipe, eval_data, overwrite=overwrite)
     probe = None
     if eval_data is not None:
         tokenizer = load_tokenizer(str(model))
@@ -166,7 +172,6 @@ def finetune(
             task=task,
             data=data,
             documents=documents_for(task or "", options.BUILTIN),
-            inputs=[eval_data],
             overwrite=overwrite,
             progress=progress,
             probe=probe,
@@ -228,11 +233,12 @@ def retrofit(
         chosen = [] if layers == "none" else options.parse_numbers("layers", layers, smallest=0)
     add_meta_attention(base, tokenizer, heads=heads, head_size=head_size, layers=chosen)
     base.base_is_elsewhere = delta
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        save_model(base, tokenizer, out)
-    except OSError as error:
-        raise UserError(f"the model cannot be written to {out}: {error.strerror}.") from error
+    folder = out.resolve()
+    unfinished = folder.with_name(f".{folder.name}{PARTIAL}")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a call that was cut off
+    unfinished.mkdir(parents=True)
+    save_model(base, tokenizer, unfinished)
+    unfinished.replace(folder)
     added = sum(weight.numel() for weight in base.parameters() if weight.requires_grad)
     say(f"model: {out} ({added:,} new parameters next to {base.num_parameters() - added:,})")
     say(

@@ -146,6 +146,9 @@ def files_of(spec: str) -> list[str]:
     path = os.path.expanduser(spec)
     matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
     files = list(filter(os.path.isfile, matches))
+    for file in files:
+        if file != file.encode(errors="replace").decode():
+            raise UserError(f"the name of the corpus file {file!r} is not UTF-8; rename it.")
     if not files:
         raise UserError(
             f"no file matches the corpus {spec}: give builtin, a file, a glob or hf:NAME:CONFIG."

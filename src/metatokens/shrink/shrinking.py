@@ -23,7 +23,7 @@ from metatokens.checkpoint import (
 from metatokens.data.corpus import files_of
 from metatokens.data.landmarks import Landmarks
 from metatokens.errors import UserError
-from metatokens.files import file_sha256, write_whole
+from metatokens.files import write_whole
 from metatokens.machine import has_fast_bfloat16, return_freed_memory
 from metatokens.model.positions import reaches
 from metatokens.recipe import WITHOUT_EFFECT, ShrinkRecipe
@@ -47,7 +47,7 @@ from metatokens.shrink.page import Findings, write_page
 from metatokens.shrink.replies import draw_replies
 from metatokens.shrink.sizes import MARGIN, Sizes
 from metatokens.shrink.texts import HELD_OUT_EVERY, UserText, split_apart
-from metatokens.tasks.example import Encoded, Example, read_examples
+from metatokens.tasks.example import Encoded, Example, read_examples, records_sha256
 from metatokens.training.lora import check_peft
 from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import Figures, Progress, train, unwatched
@@ -170,7 +170,7 @@ class _Run:
             "model_sha256": weights_sha256(fetch_model(model)),
             "text_sha256": self.text.sha256,
             "forms": [form.model_dump() for purpose in self.forms.values() for form in purpose],
-            "questions_sha256": questions and file_sha256(questions),
+            "questions_sha256": questions and records_sha256(records),
         }
         self.losses: list[HeadLoss] = []
 

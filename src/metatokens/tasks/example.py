@@ -4,6 +4,7 @@ A prompt is a sequence of text segments with one meta-token at each join. Its te
 offsets of these markers are stored with the text, so that a literal `_PAUSE_` stays text.
 """
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.errors import UserError
+from metatokens.files import sha256_of
 from metatokens.recipe import Condition, Split
 from metatokens.records import MARKER, ExampleRecord, read_lines, split_at
 from metatokens.tasks.encoding import SegmentEncoder
@@ -76,6 +78,12 @@ def encode_example(
     )
 
 
+def records_sha256(examples: Sequence[Example]) -> str:
+    """The SHA-256 of examples' texts and markers."""
+    texts = [(example.prompt, example.markers, example.completion) for example in examples]
+    return sha256_of(json.dumps(texts).encode())
+
+
 def read_examples(
     path: Path, tokenizer: PreTrainedTokenizerBase, *, landmarks: str | None = None
 ) -> list[Example]:
@@ -117,6 +125,11 @@ def read_examples(
         encode_example(encoder, split_at(record.prompt, record.markers), record.completion)
         for record in records
     ]
+    for number, example in enumerate(examples, start=1):
+        if not example.answer_start or len(example.input_ids) == example.answer_start + 1:
+            raise UserError(
+                f"{path}: the tokenizer has no token for the prompt or the completion of record {number}."
+            )
     if landmarks is not None and not any(
         encoder.meta_token_id in example.input_ids for example in examples
     ):

@@ -1,6 +1,6 @@
 """Fine-tuning on a task or on a user's own records, in phases of growing train length (paper, section 4.2)."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from metatokens.errors import UserError
 from metatokens.files import sha256_of
 from metatokens.model.positions import check_length
 from metatokens.recipe import WITHOUT_EFFECT, FinetuneRecipe, Phase
-from metatokens.tasks.example import Encoded, read_examples
+from metatokens.tasks.example import Encoded, read_examples, records_sha256
 from metatokens.tasks.landmarks_alone import LandmarksAlone
 from metatokens.training.examples import (
     ByLength,
@@ -48,7 +48,6 @@ def finetune(
     data: Path | None = None,
     documents: Sequence[str] = (),
     draw: Callable[[Phase], Sequence[Encoded]] | None = None,
-    inputs: Iterable[Path | None] = (),
     overwrite: bool = False,
     progress: Progress = unwatched,
     probe: Probing | None = None,
@@ -63,7 +62,6 @@ def finetune(
         data: a JSON-lines file of the user's own records, which are trained on in one phase, `out/data`.
         documents: corpus texts, from which the task `copying` copies.
         draw: gives the train examples of a phase of the task, in place of `train_examples`.
-        inputs: further files that are read, such as held-out records, which `overwrite` must not remove.
         overwrite: replace another run in `out`.
         progress: called with the steps done, the steps in all and the latest figures.
         probe: returns the measurement that is repeated during a phase.
@@ -102,7 +100,7 @@ def finetune(
         meta_token_id=model.config.meta_token_id,
         alone=LandmarksAlone(model, tokenizer) if recipe.task.question_sees else None,
     )
-    with open_run(out, run, overwrite=overwrite, inputs=[model_folder, data, *inputs]):
+    with open_run(out, run, overwrite=overwrite, inputs=[model_folder, data]):
         return _train_phases(source, model, tokenizer, out, collator, progress, probe)
 
 
@@ -156,7 +154,7 @@ def _record_source(
     longest = max(len(record.input_ids) for record in records)
     return _Source(
         phases=[Phase("data", recipe.training, longest)],
-        identity={"data_sha256": sha256_of(file.read_bytes())},
+        identity={"data_sha256": records_sha256(records)},
         open=lambda phase: Epochs(records, seed=phase.settings.seed, length=phase.examples),
     )
 

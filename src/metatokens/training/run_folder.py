@@ -46,7 +46,7 @@ def open_run(
             `overwrite` would remove an input.
     """
     if overwrite:
-        _check_overwriting(out, inputs)
+        check_overwriting(out, inputs)
     settings = json.loads(json.dumps(settings, default=str))
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,12 @@ def open_run(
             ) from error
 
 
-def _check_overwriting(out: Path, inputs: Iterable[Path | None]) -> None:
+def check_overwriting(out: Path, inputs: Iterable[Path | None]) -> None:
+    """Refuse to replace what is in a folder where that cannot be done, or would remove what the run reads.
+
+    Raises:
+        UserError: if it cannot.
+    """
     for path in chain.from_iterable(map(with_its_base, filter(None, inputs))):
         if path.resolve().is_relative_to(out.resolve()):
             raise UserError(
