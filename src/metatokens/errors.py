@@ -24,4 +24,4 @@ def broken_rule(error: "ValidationError") -> str:
     rule = first["msg"].removeprefix("Value error, ").rstrip(".")
     field = " ".join(".".join(map(str, first["loc"])).split())
     # The package's own rules name their fields.
-    return rule if first["type"] == "value_error" else f"{field}: {rule}"
+    return rule if first["type"] == "value_error" or not field else f"{field}: {rule}"

@@ -92,7 +92,7 @@ MISTAKES = {
     f"{FINETUNE} --task parity --data long.jsonl": "give either --task or --data",
     f"{EVALUATE} --task parity --landmarks line": "--landmarks goes with --data",
     f"{EVALUATE} --data long.jsonl -n 3": "--lengths, --condition and -n go with --task",
-    f"{FINETUNE} --data records.jsonl": "records.jsonl, line 3: ",
+    f"{FINETUNE} --data records.jsonl": "records.jsonl, line 3: Invalid JSON",
     f"{FINETUNE} --data long.jsonl --set task.landmarks=paragraph": "the rule paragraph inserts no meta-token into",
     f"{EVALUATE} --task parity --lengths long": "'long' must be numbers from 1 to 1,000,000, separated by",
     f"{EVALUATE} --task parity --lengths 64,99999999": "must be numbers from 1 to 1,000,000",

@@ -104,6 +104,17 @@ def test_padding_has_no_landmarks_and_moves_none(left, right, padding, rule):
     assert collate([padded(row)], rule) == [padded(unpadded)]
 
 
+def test_no_mask_hides_nothing():
+    row = {"input_ids": [1, 2, 3], "attention_mask": None}
+
+    assert collate([row], "every:2") == [{"input_ids": [1, 2, META, 3], "attention_mask": None}]
+
+
+def test_a_batch_in_place_of_a_text_is_refused():
+    with pytest.raises(UserError, match="landmarks go into the ids of one text"):
+        collate([{"input_ids": [[1, 2, 3]], "attention_mask": [[1, 1, 1]]}], "every:2")
+
+
 @pytest.mark.parametrize("name", ["position_ids", "seq_lengths"])
 def test_numbers_that_landmarks_would_shift_are_refused(name):
     with pytest.raises(UserError, match="would shift position_ids and seq_lengths"):

@@ -3,18 +3,20 @@
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 import metatokens
 from metatokens import Landmarks, encode_prompt
 from metatokens.data.landmarks import AFTER, BEFORE
 from metatokens.data.tokenizer import META_TOKEN, encode_text, load_tokenizer
+from metatokens.errors import UserError
 
 RULES = ("line", "paragraph", "sentence")
 WHITE = "".join(filter(str.isspace, map(chr, range(sys.maxunicode + 1))))
@@ -290,3 +292,17 @@ def test_text_that_looks_like_control_tokens_is_text(tokenizer):
 
     assert ids.count(tokenizer.meta_token_id) == 2
     assert ids == Landmarks(tokenizer, "line").insert_into(ids_of(tokenizer, text))
+
+
+@pytest.mark.parametrize("ids", [[[1, 2], [3, 4]], 5], ids=["batch", "number"])
+def test_what_is_no_text_is_refused(ids, tokenizer):
+    with pytest.raises(UserError, match="landmarks go into the ids of one text"):
+        Landmarks(tokenizer, "every:2").insert_into(ids)
+
+
+def test_a_slow_tokenizer_is_refused():
+    slow = ByT5Tokenizer(meta_token=META_TOKEN)
+
+    for use in (partial(Landmarks, slow, "line"), partial(encode_prompt, slow, "a text")):
+        with pytest.raises(UserError, match="ByT5Tokenizer is no fast tokenizer"):
+            use()

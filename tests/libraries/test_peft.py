@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache
 
-from metatokens import MetaGPT2ForCausalLM, encode_prompt
+from metatokens import MetaGPT2ForCausalLM, encode_prompt, freeze_base
 from metatokens.errors import UserError
 from tests.gradients import far
+from tests.model.tiny_models import META
 from tests.numbers import ROUNDED
 from tests.retrofit.architectures import error, fit, logits, retrofitted, with_meta_tokens
+from tests.retrofit.forgetful import forgetful_retrofit
 
 # Its own.
 pytestmark = pytest.mark.filterwarnings(
@@ -161,6 +163,29 @@ def test_meta_tokens_are_not_inserted_behind_learned_prompts(folder: Path, ids: 
     model = adapted(folder, "prompt")
     with pytest.raises(UserError, match="cannot be inserted after learned prompts"):
         model.generate(input_ids=ids, max_new_tokens=6, meta_every=2, pad_token_id=0)
+
+
+def test_a_long_prompt_behind_a_learned_one_is_read_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("metatokens.model.generation.READ_AT_ONCE", 8)
+    model = peft.get_peft_model(forgetful_retrofit("llama"), deepcopy(ADAPTERS["prompt"]))
+    check_generation(model.eval(), torch.randint(3, META, (1, 20)))
+
+
+def test_adapters_decide_what_is_trained() -> None:
+    model = peft.get_peft_model(retrofitted("llama"), deepcopy(ADAPTERS["lora"]))
+    with pytest.raises(UserError, match="call freeze_base before they are added"):
+        freeze_base(model)
+
+
+def test_a_model_is_not_named_after_its_adapters(tmp_path: Path) -> None:
+    model = retrofitted("llama")
+    model.save_pretrained(tmp_path / "model")
+    model.add_adapter(deepcopy(ADAPTERS["lora"]))
+    model.save_pretrained(tmp_path / "adapters")
+
+    assert model.config.name_or_path == str(tmp_path / "model")
 
 
 @pytest.mark.parametrize("name", ["prompt", "prefix"])

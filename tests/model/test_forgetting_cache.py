@@ -227,6 +227,23 @@ def test_a_cache_that_another_window_filled_is_refused(caller: str, window: tupl
 
 @BOTH_CALLERS
 @torch.no_grad()
+def test_a_cache_without_a_window_is_refused_and_stays_as_it_is(caller: str) -> None:
+    model = deepcopy(shared_forgetful(caller))
+    set_text_window(model, None)
+    expected = model(IDS).logits
+    cache = model(IDS[:, :30], use_cache=True).past_key_values
+
+    set_text_window(model, WINDOW)
+    with pytest.raises(UserError, match="has some that a text_window cannot place"):
+        model(IDS[:, 30:], past_key_values=cache)
+    set_text_window(model, None)
+    logits = model(IDS[:, 30:], past_key_values=cache).logits
+
+    assert_close(logits[..., :META], expected[:, 30:, :META], tolerance_of(model))
+
+
+@BOTH_CALLERS
+@torch.no_grad()
 def test_positions_have_to_grow(caller: str) -> None:
     """By its position a key is before a query: positions that fall would show a query what comes after it."""
     model, mask = shared_forgetful(caller), torch.ones_like(IDS)

@@ -227,7 +227,7 @@ WHOLE = "give generate\\(\\) the whole sequence as input_ids"
         ),
         ({}, {"meta_every": 2, "inputs": None}, WHOLE),
         ({}, {"meta_every": 2, "attention_mask": torch.ones(1, 9)}, WHOLE),
-        ({}, {"meta_every": 2, "meta_token_mask": PROMPT == META}, WHOLE),
+        ({}, {"meta_token_mask": PROMPT == META}, "generate\\(\\) finds meta-tokens by their ids"),
         (
             {},
             {"meta_every": 2, "prompt_lookup_num_tokens": 2},

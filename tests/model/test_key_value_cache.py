@@ -37,6 +37,21 @@ def test_steps_of_any_size_give_the_logits_of_one_pass(fields: Fields, cuts: set
     assert_close(without_mask, expected[:1], ROUNDED_DOUBLE)
 
 
+@torch.no_grad()
+def test_what_was_read_of_a_cache_stays_when_it_is_cropped() -> None:
+    model, cache = shared_model(), DynamicCache()
+    ids = torch.tensor(random_rows((12,)))
+    for part in (ids[:, :6], ids[:, 6:]):
+        model(part, past_key_values=cache)
+    held = cache.layers[0].keys
+    before = held.clone()
+
+    cache.crop(-4)
+    model(ids[:, :4], past_key_values=cache)
+
+    assert torch.equal(held, before)
+
+
 def test_meta_attention_stores_keys_of_meta_tokens_alone() -> None:
     model, (ids, mask) = shared_model(), pad(ROWS)
     _, cache = in_steps(model, ids, mask, [6])

@@ -51,6 +51,18 @@ def test_a_cache_that_the_user_makes(caller: str) -> None:
         cache.reset()
 
 
+def test_a_cache_that_was_reset_begins_anew() -> None:
+    model, ids = shared_model_of("rope-meta"), with_meta_tokens()
+    cache = StaticCache(model.config, max_cache_len=LENGTH + 9)
+    options = {"max_new_tokens": 4, "do_sample": False, "past_key_values": cache}
+    generated = []
+    for _ in range(2):
+        generated.append(model.generate(ids, meta_every=2, **options))
+        cache.reset()
+
+    assert torch.equal(*generated)
+
+
 def test_positions_beyond_a_learned_table_are_refused() -> None:
     model = tiny_model(position_embedding="learned", max_position_embeddings=6)
     cache = StaticCache(model.config, max_cache_len=9)

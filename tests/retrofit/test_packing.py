@@ -65,6 +65,18 @@ def test_whether_or_not_there_is_a_meta_token_and_a_cache() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_positions_with_gaps_are_what_they_are_to_the_base(use_cache: bool) -> None:
+    """transformers takes a gap for the begin of a sequence where there is no cache, and else for a distance."""
+    ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
+    inputs = {"position_ids": torch.tensor([[0, 1, 2, 9, 10, 30]]), "use_cache": use_cache}
+
+    got, expected = (model(ids, **inputs).logits for model in (shared("llama"), base("llama")))
+
+    assert error(got[..., :META], expected[..., :META]) < ROUNDED
+
+
+@torch.no_grad()
 def test_four_axes_of_positions() -> None:
     """Multimodal models take the positions of text first, and three axes of positions after it."""
     model, batch = shared("qwen3_vl:multimodal"), packed()

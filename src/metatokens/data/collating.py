@@ -35,7 +35,7 @@ class MetaTokenCollator:
 
     Raises:
         UserError: if the rule is unknown, or the tokenizer has no meta-token or does not fit the rule; on a call with a
-            rule, if an example has no `input_ids`, or has `position_ids` or `seq_lengths`.
+            rule, if an example has no `input_ids` of one text, or has `position_ids` or `seq_lengths`.
     """
 
     def __init__(
@@ -81,7 +81,12 @@ class MetaTokenCollator:
                 "seq_lengths; put them in before, by Landmarks(tokenizer, rule).insert_into(ids)."
             )
         ids = np.asarray(example["input_ids"])
-        text = np.flatnonzero(example.get("attention_mask", np.ones_like(ids)))  # without padding
+        if ids.ndim != 1:
+            raise UserError(
+                f"landmarks go into the ids of one text, and those of an example have {ids.ndim} axes."
+            )
+        mask = example.get("attention_mask")
+        text = np.arange(len(ids)) if mask is None else np.flatnonzero(mask)  # without padding
         gaps = text[self.landmarks(ids[text])] + 1
         value_of_landmark = {
             "input_ids": self.meta_token_id,

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from metatokens.data.insertion import Ids
-from metatokens.data.tokenizer import meta_token_id
+from metatokens.data.tokenizer import backend_of, meta_token_id
 from metatokens.errors import UserError
 from metatokens.recipe import landmark_rule
 
@@ -120,8 +120,15 @@ class Landmarks:
 
         Returns:
             (tokens,) bool.
+
+        Raises:
+            UserError: if the ids have another number of axes.
         """
         ids = np.asarray(ids, dtype=np.int64)
+        if ids.ndim != 1:
+            raise UserError(
+                f"landmarks go into the ids of one text, and these have {ids.ndim} axes."
+            )
         is_text = ids != self.meta_token_id
         behind = np.zeros(len(ids), dtype=bool)
         behind[is_text] = self._behind(ids[is_text], start)
@@ -155,7 +162,7 @@ def _as_blank(white: re.Match[bytes]) -> bytes:
 @lru_cache(maxsize=4)
 def _pieces(tokenizer: PreTrainedTokenizerBase, size: int) -> npt.NDArray[np.object_]:
     """The bytes of text of each of a tokenizer's `size` entries; `_CONTROL` for control tokens."""
-    backend = tokenizer.backend_tokenizer
+    backend = backend_of(tokenizer)
     added = backend.get_added_tokens_decoder()
     is_of_bytes = backend.decoder is not None and b'"ByteLevel"' in backend.decoder.__getstate__()
     pieces: list[bytes] = []

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.landmarks import Landmarks
 from metatokens.data.tokenizer import (
+    backend_of,
     beginning_of,
     control_texts,
     encode_text,
@@ -132,7 +133,7 @@ def without_control(
 
 def _control(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The texts of a tokenizer's control tokens, longest first, so that none hides a longer one that it begins."""
-    return sorted(control_texts(tokenizer.backend_tokenizer).values(), key=len, reverse=True)
+    return sorted(control_texts(backend_of(tokenizer)).values(), key=len, reverse=True)
 
 
 def _without(control: Sequence[str], text: str) -> str:

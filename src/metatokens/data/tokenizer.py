@@ -117,6 +117,20 @@ def _encode(
     return [encoding.ids for encoding in encodings]
 
 
+def backend_of(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """What a fast tokenizer encodes by.
+
+    Raises:
+        UserError: if it is a slow one, such as ByT5's.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UserError(
+            f"{type(tokenizer).__name__} is no fast tokenizer, and meta-tokens need one."
+        )
+    return backend
+
+
 def control_texts(backend: Tokenizer) -> dict[int, str]:
     """The texts of a backend's control tokens, the meta-token included, by their ids."""
     added = backend.get_added_tokens_decoder()
@@ -132,7 +146,7 @@ def _copy_of_backend(
     In the text of a chat the control tokens are recognised, except for the meta-token. An earlier call of the tokenizer
     may have left truncation and padding in the original.
     """
-    settings = json.loads(tokenizer.backend_tokenizer.to_str()) | {
+    settings = json.loads(backend_of(tokenizer).to_str()) | {
         "truncation": None,
         "padding": None,
     }

@@ -156,6 +156,11 @@ class LayerWithRoom(DynamicLayer):
         self.keys, self.values = (room[:, :, :total] for room in self._room)
         return self.keys, self.values
 
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Crop as transformers does. What was dropped may be in tensors that a caller holds, and stays as it is."""
+        super().crop(*args, **kwargs)
+        self._room = None
+
     def _has_room(self, total: int) -> bool:
         """Whether the room holds the current entries, and so many more that they are this many in total."""
         if self._room is None:

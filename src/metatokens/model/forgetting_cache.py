@@ -19,6 +19,11 @@ _OTHER_CACHE = (
     "new one."
 )
 
+_UNKNOWN_ENTRIES = (
+    "this cache lost entries, or has some that a text_window cannot place: those of learned prompts, or of a pass in "
+    "training mode."
+)
+
 
 class KeyNotes(NamedTuple):
     """What a rule has to know about keys.
@@ -171,10 +176,7 @@ class ForgettingCache(AnyCache):
             UserError: if the cache lost entries, or has some that it did not note.
         """
         if self.notes.get_seq_length() != self.get_seq_length():
-            raise UserError(
-                "this cache lost entries, or has some that a text_window cannot place: those of learned prompts, or of "
-                "a pass in training mode."
-            )
+            raise UserError(_UNKNOWN_ENTRIES)
         held = int(self.get_seq_length()) - self.notes.forgotten
         needed = max(self.held_after_drop, window)
         if held - needed >= max(16, window // 4):
@@ -228,7 +230,8 @@ def make_forgetting(cache: Any, config: Any) -> None:
     """Have the cache of a model with this configuration forget text from now on, in place.
 
     Raises:
-        UserError: if the cache is of another kind, or was filled with another window.
+        UserError: if the cache is of another kind, or was filled with another window, or without one; it then stays as
+            it is.
     """
     full_blocks = tuple(config.text_full_layers or ())
     full_heads = full_heads_by_block(config)
@@ -237,9 +240,11 @@ def make_forgetting(cache: Any, config: Any) -> None:
         if cache.rule != rule:
             raise UserError(_OTHER_CACHE)
         return
+    _check_kind(cache)
+    if cache.get_seq_length():
+        raise UserError(_UNKNOWN_ENTRIES)
     blocks = config.get_text_config().num_hidden_layers
     cache.layers += [DynamicLayer() for _ in range(blocks - len(cache.layers))]
-    _check_kind(cache)
     add_mixin(cache, ForgettingCache)
     cache.rule = rule
     # A second attention's layers come after those of all blocks.

@@ -115,9 +115,15 @@ class MetaTokenGenerationMixin(GenerationMixin):
             UserError: if `meta_every` is below 0, the model has no meta-token, or another argument does not support
                 inserted meta-tokens; if a configuration has `meta_every` and the model is in training mode.
         """
+        if kwargs.get("meta_token_mask") is not None:
+            raise UserError(
+                "meta_token_mask is for a forward pass; generate() finds meta-tokens by their ids."
+            )
         insert_every = self._insert_every(meta_every, generation_config)
         kwargs = with_cache_renamed(kwargs)
-        if getattr(kwargs.get(CACHE), "inserted", None):
+        cache = kwargs.get(CACHE)
+        # One that was reset holds nothing.
+        if cache is not None and getattr(cache, "inserted", None) and cache.get_seq_length():
             raise UserError(
                 "meta-tokens were inserted into what this cache holds, and the ids have none: begin a new cache."
             )
@@ -321,14 +327,23 @@ class MetaTokenGenerationMixin(GenerationMixin):
         """The tokens of a prompt that are read at once; None: all.
 
         Chunks would not give the same where the hidden states or the weights of the whole prompt are to be returned,
-        and where the rotary frequencies depend on the length of the text. transformers does not split embeddings.
+        and where the rotary frequencies depend on the length of the text. transformers does not split embeddings, and
+        PEFT's learned prompts are put in front of the ids by the step that reads them all.
         """
         is_embedded = inputs.get("inputs_embeds") is not None
         returns_all = generation_config.output_hidden_states or generation_config.output_attentions
-        if is_embedded or returns_all or rotates_by_length(self.config):
+        reads_whole = is_embedded or returns_all or rotates_by_length(self.config)
+        if reads_whole or self._has_learned_prompt():
             return None
         forgets = self.config.text_window is not None and inputs.get(CACHE) is not None
         return generation_config.prefill_chunk_size or (READ_AT_ONCE if forgets else None)
+
+    def _has_learned_prompt(self) -> bool:
+        """Whether PEFT generates, and puts learned embeddings in front of the ids."""
+        # While PEFT generates, this is a method of its model.
+        peft_model = getattr(self.prepare_inputs_for_generation, "__self__", None)
+        adapter = getattr(peft_model, "active_peft_config", None)
+        return bool(getattr(adapter, "is_prompt_learning", False))
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         # transformers expects the names in `prepare_inputs_for_generation`, which PEFT replaces by one with **kwargs.
@@ -359,10 +374,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
-        # While PEFT generates, this is a method of its model.
-        peft_model = getattr(self.prepare_inputs_for_generation, "__self__", None)
-        adapter = getattr(peft_model, "active_peft_config", None)
-        if model_kwargs.get(CACHE) is None and getattr(adapter, "is_prompt_learning", False):
+        if model_kwargs.get(CACHE) is None and self._has_learned_prompt():
             raise UserError(
                 "learned prompts of PEFT need a cache: call generate() with use_cache=True."
             )
@@ -407,9 +419,7 @@ def _prompt_length(inputs: Tensor | None, kwargs: Mapping[str, Any]) -> int:
             "position_ids do not support inserted meta-tokens, which take positions of their own."
         )
     prompt, mask = kwargs.get("input_ids", inputs), kwargs.get("attention_mask")
-    has_other_inputs = prompt is None or any(
-        kwargs.get(name) is not None for name in ("inputs_embeds", "meta_token_mask")
-    )
+    has_other_inputs = prompt is None or kwargs.get("inputs_embeds") is not None
     if has_other_inputs or (mask is not None and mask.shape != prompt.shape):
         raise UserError(
             "to insert meta-tokens, give generate() the whole sequence as input_ids, cached tokens included, and an "

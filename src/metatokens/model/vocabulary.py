@@ -41,7 +41,8 @@ class MetaVocabulary:
     ) -> None:
         """Save as transformers does, and name an unsaved model after the folder, where TRL and PEFT then find it.
 
-        A Trainer's checkpoints, which are deleted later, give no name.
+        A Trainer's checkpoints, which are deleted later, give no name, and neither do adapters, which transformers
+        saves alone.
         """
         generation_config: Any = getattr(self, "generation_config", None)
         if getattr(generation_config, "meta_every", None) is not None:
@@ -50,7 +51,9 @@ class MetaVocabulary:
         model = cast(Any, super())
         model.save_pretrained(save_directory, *args, **kwargs)
         is_checkpoint = Path(save_directory).name.startswith("checkpoint-")
-        if self.config.name_or_path == self.saved_as and not is_checkpoint:
+        saves_adapters_alone = getattr(self, "_hf_peft_config_loaded", False)
+        is_named = self.config.name_or_path != self.saved_as
+        if not (is_named or is_checkpoint or saves_adapters_alone):
             self.saved_as = self.name_or_path = self.config.name_or_path = str(save_directory)
 
     def resize_token_embeddings(

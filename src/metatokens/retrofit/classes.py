@@ -64,7 +64,12 @@ def _setting(name: str, default: int | None = None) -> Any:
     def read(config: Any) -> Any:
         return getattr(config, "meta_attention", {}).get(name, default)
 
-    return property(read)  # `set_text_window`, which also checks the model, is the way to set it
+    def refuse(config: Any, value: Any) -> None:
+        raise UserError(
+            f"{name} is set by set_text_window(model, ...), which also checks the model."
+        )
+
+    return property(read, refuse)
 
 
 class MetaConfig(PreTrainedConfig):
@@ -252,11 +257,15 @@ def freeze_base(model: nn.Module, *, trained: bool = False) -> None:
         trained: whether to unfreeze the base, except for quantised weights.
 
     Raises:
-        UserError: if nothing was added to the model.
+        UserError: if nothing was added to the model, or it has adapters of PEFT.
     """
     added = added_parameters(model)
     if not added:
         raise UserError("this is no retrofitted model: call add_meta_attention first.")
+    if any(hasattr(module, "adapter_layer_names") for module in model.modules()):
+        raise UserError(
+            "this model has adapters of PEFT, which decide what is trained: call freeze_base before they are added."
+        )
     for parameter in model.parameters():
         parameter.requires_grad_(trained and parameter.is_floating_point())
     for parameter in added.values():

@@ -140,8 +140,10 @@ def _visibility(
     sequences = None
     if not engine:
         lengths = kwargs.get("cu_seq_lens_q")
+        # Where the base has a cache, transformers does not look for sequences.
+        at_jumps = cache is None and not _makes_cache(decoder, kwargs)
         sequences = packed_sequences(
-            attention_mask, position_ids, cache, lengths, at_jumps=cache is None
+            attention_mask, position_ids, cache, lengths, at_jumps=at_jumps
         )
     kinds_of_blocks = getattr(decoder.config, "layer_types", None) or ()
     if sequences is not None and "linear_attention" in kinds_of_blocks:

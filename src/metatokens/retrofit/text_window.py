@@ -109,13 +109,20 @@ def apply_text_window(
         full_heads = getattr(config, "text_full_heads", None)
     if window is None:
         full_layers = full_heads = None
+    try:
+        layers = list(full_layers or ())
+        pairs = sorted([*pair] for pair in full_heads or ())
+    except TypeError as error:
+        raise UserError(
+            "full_layers are a list of blocks, such as [18], and full_heads one of pairs of a block and a head, such "
+            "as [(18, 2)]."
+        ) from error
     fields: dict[str, Any] = {
         "text_window": window,
         "text_sinks": config.text_sinks if sinks is None else sinks,
-        "text_full_layers": None if full_layers is None else list(full_layers) or None,
+        "text_full_layers": layers or None,
     }
     if isinstance(config, MetaConfig):
-        pairs = [] if full_heads is None else sorted([*pair] for pair in full_heads)
         fields["text_full_heads"] = pairs or None
         _apply_to_retrofit(model, fields)
     elif full_heads:

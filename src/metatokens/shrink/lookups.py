@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.prompts import TEMPLATE_ERRORS
 from metatokens.data.tokenizer import (
+    backend_of,
     beginning_of,
     control_texts,
     encode_text,
@@ -192,7 +193,7 @@ class Turns:
             encode_with_control(tokenizer, part, continues=bool(number))
             for number, part in enumerate(parts)
         )
-        control = control_texts(tokenizer.backend_tokenizer)
+        control = control_texts(backend_of(tokenizer))
         size = next((end for end, token in enumerate(after_answer, start=1) if token in control), 0)
         return cls(
             opening=opening,
