@@ -447,7 +447,8 @@ def test_text_is_trained_on_and_the_model_analysed(
     file = DELTA if delta else WHOLE
     run(RETROFIT + delta)
 
-    run(f"{PRETRAIN} --set training.logging_steps=1 --init model --out more")
+    _, said = run(f"{PRETRAIN} --set training.logging_steps=1 --init model --out more")
+    assert said.startswith("only what was added to the base is trained; training.train_base=true")
     for kind in ("sharpness", "residual"):
         run(f"analyze {kind} --model more --task parity --length 64 -n 4 --out {kind}.jsonl")
     run("analyze rate-distortion --model more --task parity --length 64 -n 70")
@@ -471,7 +472,8 @@ def test_text_is_trained_on_and_the_model_analysed(
 def test_adapters_of_a_delta_are_merged_into_its_base(run: Succeed) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     run(f"{RETROFIT} --delta")
-    run(f"{PRETRAIN} --init model --set training.lora_rank=2 --out adapted")
+    _, said = run(f"{PRETRAIN} --init model --set training.lora_rank=2 --out adapted")
+    assert "only what was added" not in said
     assert not torch.equal(
         load_file("adapted/model.safetensors")[name], load_file("base/model.safetensors")[name]
     )

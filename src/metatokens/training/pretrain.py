@@ -26,6 +26,7 @@ from metatokens.model.configuration import MetaGPT2Config
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import check_length
 from metatokens.recipe import WITHOUT_EFFECT, ModelSettings, PretrainRecipe
+from metatokens.retrofit.classes import MetaModel
 from metatokens.retrofit.injection import add_meta_attention
 from metatokens.training.probe import Probe, held_out_loss
 from metatokens.training.run_folder import open_run
@@ -64,6 +65,12 @@ def pretrain(
     if init is not None:
         model = load_model(init)
         recipe = recipe.model_copy(update={"model": model_settings(model.config)})
+        trains_base = recipe.training.train_base or recipe.training.lora_rank
+        if isinstance(model, MetaModel) and not trains_base and is_first_process():
+            print(
+                "only what was added to the base is trained; training.train_base=true trains all.",
+                file=sys.stderr,
+            )
     elif recipe.model.architecture == "gpt_neo":
         model = new_gpt_neo(_config(recipe, store.tokenizer), store.tokenizer)
         # The base is untrained too.
