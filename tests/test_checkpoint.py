@@ -27,6 +27,7 @@ from metatokens.checkpoint import (
     save_model,
     verify_manifest,
     weights_sha256,
+    with_its_base,
     write_manifest,
 )
 from metatokens.errors import UserError
@@ -124,6 +125,16 @@ def test_shards_are_one_model(sharded):
     assert torch.equal(load_model(sharded)(IDS).logits, whole(IDS).logits)
     write_manifest(sharded)
     assert torch.equal(load_model(sharded)(IDS).logits, whole(IDS).logits)
+
+
+def test_shards_go_before_a_delta_in_the_same_folder(sharded):
+    alone = weights_sha256(sharded)
+    (sharded / "meta_tokens.json").write_text("{}")
+    (sharded / "meta_tokens.safetensors").write_bytes(b"")
+
+    load_model(sharded)
+    assert weights_sha256(sharded) == alone
+    assert with_its_base(sharded) == [sharded]
 
 
 def test_a_damaged_shard_is_named(sharded):
@@ -307,18 +318,18 @@ def test_a_manifest_that_is_none_is_refused(saved, content):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "meta_gpt3"}, "config.json is not a model configuration"),
+        ({"model_type": "meta_gpt3"}, "config.json cannot be used"),
         (
             {"model_type": "gemma3"},
             "holds a gemma3 model, which takes more than text: load it by transformers",
         ),
         (
             {"hidden_size": 30},
-            "not a model configuration: .*hidden_size has to be a multiple",
+            "config.json cannot be used: .*hidden_size has to be a multiple",
         ),
         (
             {"position_embedding": "sinusoidal"},
-            "not a model configuration: .*position_embedding",
+            "config.json cannot be used: .*position_embedding",
         ),
         ({"vocab_size": 128}, "the weights in .* cannot be read|do not fit"),
         ({"num_hidden_layers": 3}, "do not fit its configuration: see model.layers.2"),
@@ -364,7 +375,7 @@ def no_decoder(folder):
     ("damage", "message"),
     [
         (no_folder, "there is no model in"),
-        (no_json, "config.json is not a model configuration"),
+        (no_json, "config.json cannot be used"),
         (no_weights, "weights in .* cannot be read"),
         (damaged_header, "weights in .* cannot be read"),
         (no_decoder, "holds a bert model, which is no decoder"),

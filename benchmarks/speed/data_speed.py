@@ -143,10 +143,7 @@ def waiting_share(tokenizer: PreTrainedTokenizerBase, *, steps: int = 100, round
     )
     model = MetaGPT2ForCausalLM(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    collator = Collator(
-        pad_token_id=tokenizer.eos_token_id,
-        meta_token_id=meta_token_id(tokenizer),
-    )
+    collator = Collator(pad_token_id=tokenizer.eos_token_id)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     shares = []

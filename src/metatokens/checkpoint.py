@@ -26,7 +26,6 @@ from metatokens.files import (
     file_sha256,
     library_writes,
     read_json,
-    resolve_base,
     sha256_of,
     write_whole,
 )
@@ -132,17 +131,22 @@ def _weight_files(folder: Path) -> list[Path]:
     """The files that hold a model's weights, its base's included."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
-    if (folder / DELTA_WEIGHTS).exists():
-        return [folder / DELTA_WEIGHTS, *_weight_files(_base_folder(folder, base_of(folder)))]
-    if (folder / SHARDS).exists():
+    if (folder / SHARDS).is_file():
         return _shards(folder)
+    if _is_delta(folder) and (folder / DELTA_WEIGHTS).is_file():
+        return [folder / DELTA_WEIGHTS, *_weight_files(_base_folder(folder))]
     raise UserError(f"there is no model in {folder}: it has no {WEIGHTS}.")
+
+
+def _is_delta(folder: Path) -> bool:
+    """Whether a folder holds what was added to a base, and not a whole model too, which goes before it."""
+    is_whole = (folder / WEIGHTS).is_file() or (folder / SHARDS).is_file()
+    return not is_whole and (folder / DELTA).is_file()
 
 
 def with_its_base(path: Path) -> list[Path]:
     """The folder of a model and, if that is a delta, the folder of its base; any other path alone."""
-    is_delta = (path / DELTA).is_file() and not (path / WEIGHTS).is_file()
-    return [path, _base_folder(path, base_of(path))] if is_delta else [path]
+    return [path, _base_folder(path)] if _is_delta(path) else [path]
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -195,9 +199,10 @@ def fetch_model(spec: Path) -> Path:
         ) from error
 
 
-def _base_folder(folder: Path, name: str) -> Path:
+def _base_folder(folder: Path) -> Path:
     """The folder of the base that a delta in `folder` names, by a relative path or on the Hub."""
-    base = Path(resolve_base(folder, name))
+    name = base_of(folder)
+    base = Path(name)
     if not base.exists() and (name.startswith("../") or base.is_absolute()):
         raise UserError(
             f"the base of {folder} is not at {folder / name}: put it there (a link will do)."
@@ -229,11 +234,9 @@ def load_model(
         UserError: if the folder holds no such model, or a file is missing or damaged; if there is no such device.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("there is no GPU that PyTorch can use; leave --device out, or give cpu.")
+        raise UserError("there is no GPU that PyTorch can use; leave the device out, or give cpu.")
     folder = Path(folder)
-    is_whole = (folder / WEIGHTS).is_file() or (folder / SHARDS).is_file()
-    is_delta = not is_whole and (folder / DELTA).is_file()
-    model = _with_delta(folder, dtype) if is_delta else _load(folder, _KINDS, dtype)
+    model = _with_delta(folder, dtype) if _is_delta(folder) else _load(folder, _KINDS, dtype)
     if not isinstance(model, MetaModel | MetaGPT2ForCausalLM):
         model.config.meta_token_id = None
         model.config.position_embedding = position_embedding_of(model)
@@ -279,7 +282,7 @@ def load_base_and_tokenizer(
 def _with_delta(folder: Path, dtype: str | None) -> Any:
     """The base of a delta that `save_meta` wrote to `folder`, with the delta in it."""
     _verify_if_present(folder)
-    model: Any = load_meta(load_base(_base_folder(folder, base_of(folder)), dtype), folder)
+    model: Any = load_meta(load_base(_base_folder(folder), dtype), folder)
     model.base_is_elsewhere = True
     # PEFT would look for a configuration under that name.
     model.name_or_path = model.config.name_or_path = ""

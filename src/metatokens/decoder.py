@@ -1,6 +1,7 @@
 """Functions for any decoder: find its blocks and its kind of positions, compute chosen logits, continue prompts."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from metatokens.model.wrappers import takes_wrapped
 
 # Logits at a time, 8 MB; with a large vocabulary, a batch's logits are larger than the model.
 PIECE = 2**21
+LEAST_TEMPERATURE = 1e-4  # of sampling; logits divided by less could be infinite
 
 
 def decoder_of(model: PreTrainedModel) -> tuple[Any, Any]:
@@ -145,23 +147,18 @@ def _bytes_of_a_token(model: Any) -> _TokenBytes:
     one_meta_token = torch.tensor([[model.config.meta_token_id]], device=model.device)
     cache = model.eval()(one_meta_token, use_cache=True)[CACHE]
 
-    def size(*, is_full: bool, are_notes: bool) -> int:
-        return sum(
-            layer.keys.nbytes + layer.values.nbytes
-            for layer in cache.layers
-            if getattr(layer, "holds_everything", False) == is_full
-            and getattr(layer, "has_notes", False) == are_notes
-        )
-
-    full = size(is_full=True, are_notes=False)
-    forgetting = size(is_full=False, are_notes=False)
+    sizes: Counter[tuple[bool, bool]] = Counter()  # by whether layers keep all text, and hold notes
     meta_besides = 0
     for layer in cache.layers:
-        second_keys_and_values = (getattr(layer, "second", None) or ())[:2]
-        meta_besides += sum(tensor.nbytes for tensor in second_keys_and_values)
+        kind = getattr(layer, "holds_everything", False), getattr(layer, "has_notes", False)
+        sizes[kind] += layer.keys.nbytes + layer.values.nbytes
+        second = getattr(layer, "second", None)
+        if second is not None:
+            meta_besides += second.keys.nbytes + second.values.nbytes
+    full, forgetting = sizes[True, False], sizes[False, False]
     return _TokenBytes(
-        forgetting=forgetting + size(is_full=False, are_notes=True),
-        full=full + size(is_full=True, are_notes=True),
+        forgetting=forgetting + sizes[False, True],
+        full=full + sizes[True, True],
         full_share=full / (full + forgetting),
         meta_besides=meta_besides,
     )
@@ -173,9 +170,6 @@ def left_padded(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tenso
     masks = map(torch.ones_like, ids)
     padded = pad_sequence(ids, batch_first=True, padding_value=pad_token_id, padding_side="left")
     return padded, pad_sequence([*masks], batch_first=True, padding_side="left")
-
-
-LEAST_TEMPERATURE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)

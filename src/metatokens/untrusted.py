@@ -72,7 +72,7 @@ def read_config(folder: Path, kinds: Set[str]) -> tuple[PreTrainedConfig, int]:
             )
         parameters = check_memory(config)
     except (StrictDataclassError, *DAMAGED) as error:
-        raise UserError(f"{path} is not a model configuration: {one_line(error)}.") from error
+        raise UserError(f"{path} cannot be used: {one_line(error)}.") from error
     return config, parameters
 
 

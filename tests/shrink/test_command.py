@@ -231,6 +231,19 @@ def test_a_run_that_is_interrupted_in_each_step_goes_on(finished, call, tmp_path
     assert figures_of(out) == figures_of(finished)
 
 
+def test_progress_counts_each_result_once(call, tmp_path):
+    counted = []
+
+    @contextmanager
+    def watch(step):
+        yield lambda done, total, figures: counted.append((step, done, total))
+
+    call(tmp_path / "run", watch=watch)
+
+    of_base = [numbers for step, *numbers in counted if step == "measure: full cache, as it was"]
+    assert of_base == [[done, len(of_base)] for done in range(1, len(of_base) + 1)]
+
+
 def test_options_reach_the_run(line, documents, base, tmp_path, metatokens):
     forms, questions, out = (tmp_path / name for name in ("forms.yaml", "own.jsonl", "run"))
     forms.write_text('train: {keys: [{state: " {name}!", ask: "\\nWho?", answer: " {name}"}]}')

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from metatokens.data.landmarks import Landmarks
+from metatokens.model.generation import READ_AT_ONCE
 from metatokens.records import pack_hits
 from metatokens.retrofit.text_window import apply_text_window, text_window_of
 from metatokens.shrink import measuring
-from metatokens.shrink.answering import AT_ONCE, answer_logits, read
+from metatokens.shrink.answering import answer_logits, read
 from metatokens.shrink.choosing import HeadLoss, loss_without, most_needed
 from metatokens.shrink.cost import NEW, costs
 from metatokens.shrink.sizes import SINKS
@@ -22,7 +23,7 @@ from tests.numbers import decoder_roundings, rounding_bound
 from tests.shrink.small import BLOCKS, HEAD_SIZE, KEY_HEADS
 
 WINDOW, FULL = 40, [1]
-LENGTH = AT_ONCE + 100  # tokens, read in two chunks
+LENGTH = READ_AT_ONCE + 100  # tokens, read in two chunks
 ROUNDED = rounding_bound(torch.float32, decoder_roundings(torch.float32, BLOCKS, 32, LENGTH))
 
 

@@ -24,8 +24,8 @@ def example(prompt: list[int], completion: list[int]) -> Example:
     )
 
 
-def test_the_loss_is_on_the_answer_and_never_on_meta_tokens() -> None:
-    collator = Collator(pad_token_id=END, meta_token_id=META)
+def test_the_loss_is_on_the_answer_and_its_end() -> None:
+    collator = Collator(pad_token_id=END)
     short = example([5, META, 6], [7])
     long = example([5, META, 6, 4, META], [7, 8])
     batch = collator([short, long])

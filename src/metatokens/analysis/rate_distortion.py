@@ -41,7 +41,7 @@ BETAS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # the paper's
 CODE_SIZE = 32
 FITS = 3  # bottlenecks for each beta, with seeds from 0
 DRAWS = 4  # of z for each example when a code is scored
-TOKENS_A_BATCH = 16_384  # padded
+TOKENS_A_BATCH = 16_384
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def final_states(model: PreTrainedModel, examples: Sequence[Example]) -> dict[st
     decoder, _ = decoder_of(model)
     states_of_batches: list[Tensor] = []
     order: list[int] = []
-    for rows in by_length(lengths, max(1, TOKENS_A_BATCH // max(lengths))):
+    for rows in by_length(lengths, TOKENS_A_BATCH):
         # Padding is on the right, which causal attention never sees, so no mask is needed.
         ids = pad_sequence([prompts[row].ids for row in rows], batch_first=True)
         hidden = (

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from metatokens.decoder import measure_cache_share
-from metatokens.evaluation.intervals import wilson_interval
+from metatokens.evaluation.intervals import share_fields
 from metatokens.model.positions import reaches
 from metatokens.model.wrappers import takes_wrapped
 from metatokens.records import About, Metric, Result, pack_hits
@@ -90,14 +90,18 @@ def evaluate(
         results.append(
             Result(
                 **of_length,
-                **_share(sum(exact), len(exact)),
+                **share_fields(sum(exact), len(exact)),
                 metric="exact_match",
                 chance=None if subject.task is None else module_of(subject.task).CHANCE,
                 hits=pack_hits(exact),
             )
         )
         results.append(
-            Result(**of_length, **_share(sum(right_tokens), answer_tokens), metric="token_accuracy")
+            Result(
+                **of_length,
+                **share_fields(sum(right_tokens), answer_tokens),
+                metric="token_accuracy",
+            )
         )
     return results
 
@@ -111,11 +115,6 @@ def _cache_share(
         return measure_cache_share(model, prompts)
     documents = [example.input_ids[: alone.start(example)] for example in examples]
     return measure_cache_share(model, documents, metas_alone=True)
-
-
-def _share(successes: int, n: int) -> dict[str, Any]:
-    low, high = wilson_interval(successes, n)
-    return {"value": successes / n, "n": n, "low": low, "high": high}
 
 
 def shortcut_rates(
@@ -147,7 +146,7 @@ def shortcut_rates(
                 seed=TEST_SEED,
                 recipe=recipe,
                 metric="shortcut",
-                **_share(sum(is_right), len(examples)),
+                **share_fields(sum(is_right), len(examples)),
             )
             results.append(result)
     return results

@@ -1,6 +1,7 @@
 """The 95 % intervals of a measured proportion, also of answers in groups, and of a measured mean."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from scipy.stats import binomtest, t
@@ -14,6 +15,12 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
     """
     interval = binomtest(successes, n).proportion_ci(confidence_level=0.95, method="wilson")
     return float(interval.low), float(interval.high)
+
+
+def share_fields(successes: int, n: int) -> dict[str, Any]:
+    """The fields of a result that a proportion has: `value`, `n`, and its interval, `low` and `high` (Wilson's)."""
+    low, high = wilson_interval(successes, n)
+    return {"value": successes / n, "n": n, "low": low, "high": high}
 
 
 def normal_interval(mean: float, standard_error: float) -> tuple[float, float]:

@@ -93,7 +93,7 @@ def _answers(
     is_meta: Tensor,
 ) -> dict[str, Likeliest]:
     """The next tokens after a prompt with meta-tokens, and after its variants."""
-    decoys = min(int(is_meta.sum()), _longest_prompt(model) - len(ids))
+    decoys = min(int(is_meta.sum()), _longest_prompt(model, MAX_TOKENS) - len(ids))
     prompts = {
         WITH: ids,
         WITHOUT: ids[~is_meta],
@@ -123,7 +123,7 @@ def prompt_ids(
     if not is_text.any():
         raise UserError("the prompt has no text.")
     ids = ids if _meta_token(model) is not None else ids[is_text]
-    longest = min(limit, _longest_prompt(model))
+    longest = _longest_prompt(model, limit)
     if len(ids) > longest:
         raise UserError(f"the prompt has {len(ids):,} tokens; at most {longest:,} can be shown.")
     return ids
@@ -167,10 +167,10 @@ def likeliest(model: PreTrainedModel, logits: Tensor) -> Likeliest:
     return Likeliest(ids.cpu(), probabilities.cpu())
 
 
-def _longest_prompt(model: PreTrainedModel) -> int:
-    """The most tokens that a prompt may have."""
+def _longest_prompt(model: PreTrainedModel, limit: int) -> int:
+    """The most tokens that a prompt may have: the limit, or the positions of a learned table."""
     has_table = position_embedding_of(model) == "learned"
-    return min(MAX_TOKENS, learned_positions(model.config)) if has_table else MAX_TOKENS
+    return min(limit, learned_positions(model.config)) if has_table else limit
 
 
 def _meta_token(model: PreTrainedModel) -> int | None:

@@ -268,9 +268,7 @@ class MetaGPT2Model(MetaGPT2PreTrainedModel):
             return None
         if self._second_needs_all_rows:
             return "dense"
-        return meta_attention_form(
-            cache, engine, makes_cache=False, has_places=meta_positions is not None
-        )
+        return meta_attention_form(cache, engine, gathers_in_graph=meta_positions is not None)
 
     @property
     def _second_needs_all_rows(self) -> bool:

@@ -77,7 +77,7 @@ def meta_tokens(
 
 
 def meta_attention_form(
-    cache: Cache | None, engine: Mapping[str, Any], *, makes_cache: bool, has_places: bool
+    cache: Cache | None, engine: Mapping[str, Any], *, gathers_in_graph: bool
 ) -> MetaAttentionForm:
     """The form of meta-attention: dense where its rows cannot be gathered.
 
@@ -87,13 +87,11 @@ def meta_attention_form(
     Args:
         cache: holds the tokens before, or None.
         engine: as from `engine_of`.
-        makes_cache: whether the model makes a cache if it has none.
-        has_places: whether the caller gave the places of the meta-tokens.
+        gathers_in_graph: whether a graph without a cache can gather too: the model makes a cache, or the caller gave
+            the places of the meta-tokens.
     """
     has_fixed_size = cache is not None and size_of(cache) is not None
-    is_whole_graph = (
-        torch.compiler.is_compiling() and cache is None and not makes_cache and not has_places
-    )
+    is_whole_graph = torch.compiler.is_compiling() and cache is None and not gathers_in_graph
     return "dense" if engine or has_fixed_size or is_whole_graph else "gathered"
 
 

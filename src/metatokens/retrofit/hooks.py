@@ -76,7 +76,7 @@ def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     set_attention_by_heads(decoder.config, has_full_heads=has_full_heads)
     cache = _cache_with_room(decoder, kwargs)
     makes_cache = _makes_cache(decoder, kwargs)
-    form = meta_attention_form(cache, engine_of(kwargs), makes_cache=makes_cache, has_places=False)
+    form = meta_attention_form(cache, engine_of(kwargs), gathers_in_graph=makes_cache)
     see = _visibility if form == "dense" else _visibility_outside_graph
     visibility = see(decoder, is_meta, kwargs, cache, form)
     masks = _masks_of_blocks(decoder, visibility)

@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 
 from metatokens.data.landmarks import Landmarks
+from metatokens.model.generation import READ_AT_ONCE
 from metatokens.shrink.lookups import Question
-
-AT_ONCE = 512  # tokens of a text that are read in one forward pass
 
 
 @torch.inference_mode()
 def read(model: Any, ids: Sequence[int]) -> Any:
     """The cache that holds a text, read by chunks; a model with a text window has forgotten most of it."""
     cache = None
-    for chunk in torch.tensor([ids], device=model.device).split(AT_ONCE, dim=1):
+    for chunk in torch.tensor([ids], device=model.device).split(READ_AT_ONCE, dim=1):
         cache = model(
             chunk, past_key_values=cache, use_cache=True, logits_to_keep=1
         ).past_key_values

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from metatokens.data.landmarks import Landmarks
 from metatokens.decoder import logits_at, measure_cache_share
-from metatokens.evaluation.intervals import normal_interval, wilson_interval
+from metatokens.evaluation.intervals import normal_interval, share_fields
 from metatokens.records import Result, pack_hits
 from metatokens.shrink.answering import answer_logits, is_answered, read
 from metatokens.shrink.lookups import CHAT, KINDS, Asked, Form, Lookups
@@ -44,6 +44,14 @@ class Tests:
     asked: Mapping[int | None, Sequence[Asked]]
     excerpts: Sequence[Sequence[int]]
     replies: Sequence[Encoded] = ()
+
+    @property
+    def number_of_results(self) -> int:
+        """How many results `Measuring` gives: one for each length and kind of look-ups, and each perplexity."""
+        number = len(self.excerpts) + len(self.replies)
+        for texts in self.asked.values():
+            number += len({question.kind for asked in texts for question in asked.questions})
+        return number
 
 
 def draw_tests(
@@ -143,17 +151,13 @@ class Measuring:
                 hits[question.kind].append(is_answered(logits, question))
         share = measure_cache_share(self.model, rows)
         for kind, answered in hits.items():
-            low, high = wilson_interval(sum(answered), len(answered))
             yield Result(
                 model=self.name,
                 seed=self.seed,
                 task=kind,
                 length=length,
                 metric="exact_match",
-                value=sum(answered) / len(answered),
-                n=len(answered),
-                low=low,
-                high=high,
+                **share_fields(sum(answered), len(answered)),
                 hits=pack_hits(answered),
                 **share,
             )

@@ -52,7 +52,7 @@ from metatokens.training.lora import check_peft
 from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import Figures, Progress, train, unwatched
 
-UNLIMITED = 1_000_000  # tokens, for a model without a limit
+LONGEST_ASSUMED = 1_000_000  # tokens, for a model without a limit
 WINDOW_TO_CHOOSE_BY, FACTS_TO_CHOOSE_BY = 64, 12  # of a head that forgets, and in a text
 PAGE = "page.html"
 USERS = "own"  # the kind of a user's questions
@@ -147,7 +147,7 @@ class _Run:
         self.forms = read_forms(forms)
         base, self.tokenizer = load_base_and_tokenizer(model)
         text_config = base.config.get_text_config()
-        limit = int(getattr(text_config, "max_position_embeddings", None) or UNLIMITED)
+        limit = int(getattr(text_config, "max_position_embeddings", None) or LONGEST_ASSUMED)
         retrofit: Any = add_meta_attention(base, self.tokenizer, layers=[])
         self.heads = [
             (block, head)
@@ -372,12 +372,11 @@ class _Run:
             # The base's meta-token is not trained.
             landmarks=None if arm.folder is None else self.landmarks,
         )
-        total = len(self.tests.asked) + len(self.tests.excerpts) + len(self.tests.replies)
         results: list[Result] = []
         with watch(f"measure: {arm.name}") as progress:
             for result in measuring.results(self.tests):
                 results.append(result)
-                progress(min(len(results), total), total, {})
+                progress(len(results), self.tests.number_of_results, {})
         lines = "".join(f"{result.line()}\n" for result in stamped(results))
         write_whole(file, lines.encode())
 

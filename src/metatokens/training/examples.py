@@ -79,14 +79,8 @@ class Collator:
     documents alone.
     """
 
-    def __init__(
-        self,
-        *,
-        pad_token_id: int,
-        meta_token_id: int,
-        alone: LandmarksAlone | None = None,
-    ):
-        self.pad_token_id, self.meta_token_id, self.alone = pad_token_id, meta_token_id, alone
+    def __init__(self, *, pad_token_id: int, alone: LandmarksAlone | None = None):
+        self.pad_token_id, self.alone = pad_token_id, alone
 
     def __call__(self, examples: Sequence[Encoded]) -> dict[str, Tensor]:
         """`input_ids` and `labels`, each (batch, longest); with `alone` an `attention_mask` of four dimensions."""
@@ -96,7 +90,6 @@ class Collator:
         for row, example in enumerate(examples):
             answer = slice(example.answer_start, len(example.input_ids))
             labels[row, answer] = input_ids[row, answer]
-        labels[labels == self.meta_token_id] = IGNORED_LABEL
         batch = {"input_ids": input_ids, "labels": labels}
         if self.alone is not None:
             batch["attention_mask"] = self.alone.mask(input_ids, examples)

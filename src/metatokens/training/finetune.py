@@ -97,7 +97,6 @@ def finetune(
     }
     collator = Collator(
         pad_token_id=tokenizer.eos_token_id,
-        meta_token_id=model.config.meta_token_id,
         alone=LandmarksAlone(model, tokenizer) if recipe.task.question_sees else None,
     )
     with open_run(out, run, overwrite=overwrite, inputs=[model_folder, data]):

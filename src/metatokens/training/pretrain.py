@@ -249,6 +249,6 @@ def _check_vocabulary(
         )
     if recipe.data.placement != "none" and config.meta_token_id != meta:
         raise UserError(
-            f"the model's meta_token_id is {config.meta_token_id} and that of the text's tokenizer {meta}; convert the "
-            "model with a second attention, or set data.placement=none."
+            f"the model's meta_token_id is {config.meta_token_id} and that of the text's tokenizer {meta}: "
+            "`metatokens retrofit` gives a model a meta-token; or set data.placement=none."
         )

@@ -56,7 +56,7 @@ def held_out_probe(
     """A probe of the loss (mean over answer tokens) and the exact match on held-out records; None: never measured."""
     by_length = sorted(records, key=lambda record: len(record.input_ids))
     check_length(model.config, len(by_length[-1].input_ids))
-    collator = Collator(pad_token_id=pad_token_id, meta_token_id=model.config.meta_token_id)
+    collator = Collator(pad_token_id=pad_token_id)
     size = phase.settings.per_device_train_batch_size
 
     def measure(model: PreTrainedModel) -> dict[str, float]:
