@@ -21,7 +21,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
-from metatokens.evaluation.intervals import wilson_interval
+from metatokens.evaluation.intervals import clustered_interval, wilson_interval
 from metatokens.looking.style import STYLES, band, line
 from metatokens.paper.claims import ClaimResult, claims, judge
 from metatokens.paper.frame import Inputs, load
@@ -31,7 +31,7 @@ from metatokens.paper.report.paper_numbers import paper_table
 from metatokens.paper.report.text import NOT_RUN, PERCENT, Form, number, words
 from metatokens.paper.rule import Effect, effect
 from metatokens.records import Result, read_lines, unpack_hits
-from metatokens.shrink.lookups import CHAT
+from metatokens.shrink.lookups import PASSAGE
 from metatokens.shrink.measuring import EXCERPT
 from metatokens.shrink.measuring import FACTS as FACTS_OF_A_TEXT
 from metatokens.tasks import TASKS, list_recall, parity
@@ -509,12 +509,10 @@ def shrunk_in_short() -> str:
         "full": "full cache, the same training",
         "shrunk": "nine full heads",
     }.items():
-        cells = [
-            shrink_judge.cell(shrink_judge.Findings(lines, kinds, FACTS_OF_A_TEXT), model, 4096)
-            for kinds in (own_tests.NEW, (CHAT,))
-        ]
-        rows.append((label, shrink_judge.kept_share(lines, model, 4096), *cells))
-    columns = ("4,096 tokens, %", "keys and values kept", "look-ups answered", "those in a chat")
+        findings = shrink_judge.Findings(lines, own_tests.NEW, FACTS_OF_A_TEXT)
+        answered = shrink_judge.cell(findings, model, 4096)
+        rows.append((label, shrink_judge.kept_share(lines, model, 4096), answered))
+    columns = ("4,096 tokens, %", "keys and values kept", "look-ups answered")
     return Table("", columns, rows).markdown()
 
 
@@ -541,12 +539,18 @@ def shrunk_by_kind() -> str:
     rows = []
     for kind, label in KINDS_OF_LOOKUPS.items():
         for model in ("shrunk", "full"):
-            cells = (
-                shrink_judge.answered_cell(by_cell[kind, model, length]) for length in lengths_read
-            )
+            cells = (share_of_kind(by_cell[kind, model, length]) for length in lengths_read)
             rows.append((label if model == "shrunk" else "", SHORT_NAMES[model], *cells))
     heads = (f"{number(length)} tokens, %" for length in lengths_read)
     return Table("", ("", "", *heads), rows).markdown()
+
+
+def share_of_kind(line: Result) -> str:
+    """The share of look-ups of a kind that are answered, in %, with the interval that takes a text as a cluster."""
+    hits = unpack_hits(line.hits, line.n)
+    in_a_text = 1 if line.task == PASSAGE else FACTS_OF_A_TEXT
+    low, high = clustered_interval(hits.reshape(-1, in_a_text))
+    return f"{100 * line.value:.0f} ({100 * low:.0f} to {100 * high:.0f})"
 
 
 def shrunk_cost() -> str:
