@@ -1,7 +1,6 @@
 """What the tests here run with, which of them cannot apply, and a summary by member of the family."""
 
 import os
-import re
 import sys
 from collections import Counter, defaultdict
 from fnmatch import fnmatchcase
@@ -33,11 +32,11 @@ PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 SWEEP_HEAD = "\n## Every type\n"
 PAGE_HEAD = """# Architectures
 
-`make conformance` measures each decoder with meta-attention, as a tiny model with random weights, in float32 except for
-two columns. A figure is the largest difference, or the number of cases with one. `tests/retrofit/architectures.py` sets
-how each is measured, and how much is allowed.
+`make conformance` gives meta-attention to tiny decoders with random weights, and runs these checks on each. All are in
+float32, except for *sites* (four precisions) and *half precision*. A figure is the largest difference, or the number of
+cases with one. `tests/retrofit/architectures.py` says how each check is measured, and how much is allowed.
 
-- **sites**: blocks whose site was not found, in four precisions, with and without an outlier among the embeddings.
+- **sites**: in how many blocks the package did not find the place for meta-attention (0 is good).
 - **text**: logits of text without meta-tokens, against the base's.
 - **start**: logits with meta-tokens before any training, against the base with the meta-token's embedding.
 - **cached**, **padded**: logits read in pieces with a cache, or padded on the left, against those of one pass.
@@ -47,15 +46,22 @@ how each is measured, and how much is allowed.
 - **scored columns**: loss and gradients if only the logits of scored columns are computed.
 - **logits in pieces**: logits computed a few at a time, as `perplexity` does, against all at once.
 - **generation**: in how many of five ways to generate the cache changes a token.
-- **text window**: what can keep all text [next to a window](how_to/forget_the_text.md), or that a window is refused.
 
 """
+WINDOW_TEXT = """
+A model may [forget the text](how_to/forget_the_text.md) outside a window. In some model types single heads can then
+keep all text (*full heads*), in others only whole blocks (*full blocks*). Some refuse a window.
+
+| next to a window | model types |
+| --- | --- |
+"""
 SWEEP_TEXT = """
-Every type of decoder in transformers {version} was built small, from its configuration class alone, and tried:
+We tried every type of decoder in transformers {version}, built small from its configuration class alone:
 {counts}.
-`:multimodal` marks the class that also takes images or sound, if there are two. A type is taken if text has the logits
-of the base to the last bit, if the model from disk equals the saved one (whole, and as what was added alone), and if
-greedy generation with a meta-token every three tokens gives the same with and without a cache.
+A type is taken if text has the logits of the base to the last bit, if the model from disk equals the saved one (whole,
+and as what was added alone), and if greedy generation with a meta-token every three tokens gives the same with and
+without a cache. A refusal is one sentence that says why. Where no small model could be built, nothing was tried.
+`:multimodal` marks the class that also takes images or sound, if there are two.
 
 | outcome | model types |
 | --- | --- |
@@ -71,10 +77,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=CANNOT_APPLY + reason))
 
 
-def _cell(value: float | str) -> str:
-    if isinstance(value, str):
-        return value
-    return f"{value:.0e}" if value else "0"
+def _table(rows: dict[str, list[str]]) -> str:
+    """A table of what holds for which model types."""
+    return "".join(f"| {label} | {', '.join(names)} |\n" for label, names in rows.items())
 
 
 class Tally:
@@ -119,24 +124,37 @@ class Tally:
             if self.outcomes[CONTROL].get(test) == "passed" and CANNOT_APPLY not in reason
         ]
 
+    def measured(self) -> str:
+        """The largest figures of the checks, then which model types take a text window."""
+        largest: dict[str, float] = defaultdict(float)
+        windows: dict[str, list[str]] = {"full heads": [], "full blocks": [], "refused": []}
+        for name, found in sorted(self.architectures.items()):
+            for check, value in found.items():
+                if isinstance(value, str):
+                    windows[value].append(name)
+                else:
+                    largest[check] = max(largest[check], value)
+        nonzero = [f"{value:.1g} ({check})" for check, value in largest.items() if value]
+        text = (
+            f"The largest figures of {len(self.architectures)} model types are: "
+            f"{', '.join([*nonzero, '0 (all other checks)'])}.\n"
+        )
+        return text + WINDOW_TEXT + _table(windows)
+
     def sweep(self) -> str:
-        """The outcome for every type of decoder, with the types that have it."""
+        """How many types of decoder have each outcome, and which are taken, wrong or crashed."""
+        order = ("taken", "refused", "not built", "wrong", "crashed")
+        counts = Counter(found["kind"] for found in self.types.values())
+        text = ", ".join(f"{counts[kind]} {kind}" for kind in order)
         rows: dict[str, list[str]] = defaultdict(list)
         for name, found in sorted(self.types.items()):
-            sentence = re.sub(r"added to an? \w+", "added to it", found["sentence"]).replace(
-                "|", "/"
-            )
-            rows[": ".join(filter(None, (found["kind"], sentence)))].append(name)
-        counts = Counter(found["kind"] for found in self.types.values())
-        order = ("taken", "refused", "not built", "wrong", "crashed")
-        text = ", ".join(f"{counts[kind]} {kind}" for kind in order)
-        table = (
-            f"| {outcome} | {', '.join(names)} |\n"
-            for outcome, names in sorted(
-                rows.items(), key=lambda row: (order.index(row[0].split(":")[0]), -len(row[1]))
-            )
+            if found["kind"] not in ("refused", "not built"):
+                sentence = found["sentence"].replace("|", "/")
+                rows[": ".join(filter(None, (found["kind"], sentence)))].append(name)
+        in_order = sorted(
+            rows.items(), key=lambda row: (order.index(row[0].split(":")[0]), -len(row[1]))
         )
-        return SWEEP_TEXT.format(version=VERSION, counts=text) + "".join(table)
+        return SWEEP_TEXT.format(version=VERSION, counts=text) + _table(dict(in_order))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -178,13 +196,8 @@ class Tally:
         from tests.retrofit.small import every_name
 
         if self.architectures.keys() == ARCHITECTURES.keys():
-            checks = list(next(iter(self.architectures.values())))
-            rows = [("model type", *checks), ("---", *("---:" for _ in checks))]
-            for name, values in sorted(self.architectures.items()):
-                rows.append((name, *map(_cell, values.values())))
-            table = "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
             _, head, sweep = PAGE.read_text(encoding="utf-8").partition(SWEEP_HEAD)
-            PAGE.write_text(PAGE_HEAD + table + head + sweep, encoding="utf-8")
+            PAGE.write_text(PAGE_HEAD + self.measured() + head + sweep, encoding="utf-8")
             terminalreporter.write_line(f"{len(self.architectures)} architectures: {PAGE}")
         if self.types.keys() == set(every_name()):
             before = PAGE.read_text(encoding="utf-8").partition(SWEEP_HEAD)[0]

@@ -92,7 +92,6 @@ BLOCKS_TOWARDS_BASE = Arm("window-1-8-teacher-prose-full-18-23-brief", "window")
 BLOCKS_AND_LANDMARKS = Arm("tokens-1-8-sentence-full-18-23-brief", "tokens")
 OTHER_BLOCKS = Arm("window-1-8-full-9-20-brief", "window")
 BLOCKS_UNTRAINED = Arm("window-1-8-untrained-full-18-23", "window")
-LONG_WINDOW = Arm("window-1-8", "window")  # 1,500 steps; those above have 120
 FULL_BLOCKS = {
     "the base, full cache": BASE,
     "full cache, trained alike": FULL_CACHE,
@@ -103,18 +102,6 @@ FULL_BLOCKS = {
     "blocks 18 and 23 full, landmarks after sentences, a window of 9": BLOCKS_AND_LANDMARKS,
     "blocks 9 and 20 full, a window of 28": OTHER_BLOCKS,
     "blocks 18 and 23 full, untrained": BLOCKS_UNTRAINED,
-}
-FORGETTING = {
-    "the base, full cache": BASE,
-    "a window, untrained": Arm("window-1-8-untrained", "window"),
-    "StreamingLLM, untrained": Arm("press-1-8", "streaming"),
-    "Knorm, untrained": Arm("press-1-8", "knorm"),
-    "SnapKV, untrained": Arm("press-1-8", "snapkv"),
-    "expected attention, untrained": Arm("press-1-8", "expected"),
-    "a window": LONG_WINDOW,
-    "landmarks every 16 tokens, a window of 30": Arm("tokens-1-8", "tokens"),
-    "landmarks after sentences, a window of 43": Arm("tokens-1-8-sentence", "tokens"),
-    "the same, with meta-attention": Arm("meta-1-8-sentence", "meta"),
 }
 SHRUNK = {  # models of results/shrink
     "base": "full cache, untrained",
@@ -362,16 +349,6 @@ def added() -> str:
     return "\n".join(shown)
 
 
-def long_texts() -> str:
-    """Two tasks that hide something in the text of a book."""
-    where = {"condition": "", "train_condition": ""}
-    rows = {
-        "the number of a thing": {**where, "task": "needle"},
-        "the variables that have a value": {**where, "task": "variable_tracking"},
-    }
-    return grid("prompt tokens", rows, lengths(128, 256, 512, 1024, 2048), "results/long_texts")
-
-
 @cache
 def lines_on_forgetting() -> pd.DataFrame:
     """The lines of SmolLM2-135M that forgets."""
@@ -425,14 +402,6 @@ def share_found(arm: Arm, length: int) -> str:
     return f"{share:.1f} ({low:.0f} to {high:.0f})"
 
 
-def share_found_by_text(arm: Arm) -> pd.Series:
-    """The share of facts that an arm finds in each text of 512 tokens, in the mean of its seeds."""
-    hits = np.stack(
-        [unpack_hits(line.hits, line.n) for line in lines_on_facts(arm, 512).itertuples()]
-    )
-    return pd.Series(hits.reshape(len(hits), -1, 8).mean(axis=(0, 2)))
-
-
 def share_kept(lines: pd.DataFrame) -> str:
     """The share of the keys and values that is kept, %."""
     return f"{100 * lines.kv_kept.mean():.1f}"
@@ -449,27 +418,6 @@ def forgetting(arms: Mapping[str, Arm], reference: Arm) -> str:
         )
     heads = (f"facts at {number(length)} tokens, %" for length in TEXT_LENGTHS)
     return Table("", ("", "KV kept of 512 / 8,192, %", "prose, nats", *heads), rows).markdown()
-
-
-def full_differences() -> str:
-    """What full blocks, landmarks, and the choice of blocks change: prose by excerpt, facts by text."""
-    compared = {
-        "blocks 18 and 23 full, minus full cache, trained alike": (BLOCKS, FULL_CACHE),
-        "blocks 18 and 23 full, minus a window in all blocks": (BLOCKS, WINDOW),
-        "prose alone, minus facts and prose": (BLOCKS_ON_PROSE, BLOCKS),
-        "prose alone towards the base, minus the next token's loss": (
-            BLOCKS_TOWARDS_BASE,
-            BLOCKS_ON_PROSE,
-        ),
-        "landmarks too, minus without": (BLOCKS_AND_LANDMARKS, BLOCKS),
-        "blocks 18 and 23, minus 9 and 20": (BLOCKS, OTHER_BLOCKS),
-    }
-    rows = []
-    for label, (arm, reference) in compared.items():
-        facts = 100 * (share_found_by_text(arm) - share_found_by_text(reference))
-        prose = lost(arm, reference)
-        rows.append((label, plus_minus(facts, ".1f"), plus_minus(prose, ".3f")))
-    return Table("", ("", "facts at 512 tokens, points", "prose, nats"), rows).markdown()
 
 
 @cache
@@ -585,9 +533,8 @@ FIGURES = {
     function.__name__: function
     for function in (
         answers, differences, tasks, beside_paper, unmarked, more_steps, long_prompts, cost, demo_tasks, added,
-        long_texts,
         covered_cuts,
-        full_differences, shrunk, shrunk_in_short, shrunk_by_kind, shrunk_cost,
+        shrunk, shrunk_in_short, shrunk_by_kind, shrunk_cost,
     )
 }  # fmt: skip
 FIGURES |= {
@@ -595,7 +542,6 @@ FIGURES |= {
     "covered_parity": partial(covered_task, "parity"),
     "covered_counting": partial(covered_task, "segment_counting"),
     "full_blocks": partial(forgetting, FULL_BLOCKS, WINDOW),
-    "forgetting": partial(forgetting, FORGETTING, LONG_WINDOW),
 }
 
 

@@ -143,6 +143,7 @@ def test_an_override_may_open_a_section(tmp_path):
             "training.max_steps: Input should be a valid integer",
         ),
         ("training.text_full_layers=[0]", "need training.text_window"),
+        ("training={max_steps: 9, train_base: true, lora_rank: 2}", "give one of them"),
         ("training.text_full_heads=[[0,1]]", "need training.text_window"),
         (
             "training.learning_rate=1e-9",

@@ -78,6 +78,8 @@ def test_what_does_not_apply_is_left_out():
         (EXACT, '"low":0.1', '"low":NaN'),
         (EXACT, '"n":3', '"n":9'),  # more than the 8 bits of `hits`
         (EXACT, "gA==", "gAA="),
+        (EXACT, '"value":0.', '"value":7.'),
+        (EXACT, "exact_match", "perplexity"),  # which is 1 at least
         (EXACT, "gA==", "g?=="),
         (EXACT, "exact_match", "f1"),
         (EXACT, '"length":256', '"lengths":256'),

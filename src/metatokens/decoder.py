@@ -57,6 +57,8 @@ def position_embedding_of(model: PreTrainedModel) -> str:
         # Other tables are of tokens, in some models one per layer.
         if isinstance(module, nn.Embedding) and re.search("pos|wpe", name):
             return "learned"
+    if getattr(model.config, "alibi", False):  # a Falcon with distances in place of angles
+        return "none"
     has_angles = getattr(model.config.get_text_config(), "rope_parameters", None) or hasattr(
         model.config, "rotary_dim"
     )

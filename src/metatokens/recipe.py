@@ -162,6 +162,10 @@ class TrainingSettings(TrainerSettings):
                 f"training.decay_steps is {self.decay_steps}, less than training.max_steps ({self.max_steps}): the "
                 "learning rate would rise again after it"
             )
+        if self.train_base and self.lora_rank:
+            raise ValueError(
+                "training.train_base trains the whole base, and training.lora_rank adapters of it: give one of them"
+            )
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(
                 f"training.min_learning_rate is {self.min_learning_rate}, above training.learning_rate "
@@ -185,8 +189,8 @@ class TrainingSettings(TrainerSettings):
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * process_count()
 
 
-# Settings that a run may be resumed with other values of. They change the result by rounding alone, unless a stage has
-# the auxiliary loss `bracket_loss`, a mean in each micro-batch.
+# Settings that a run may be resumed with other values of. They change the result by rounding alone, except for what is
+# made for each micro-batch: the auxiliary loss `bracket_loss`, a mean, and the draws of `position_jumps`.
 WITHOUT_EFFECT = {
     "training": {
         "per_device_train_batch_size",
@@ -251,12 +255,6 @@ class FinetuneRecipe(_Settings):
         steps, lengths = self.task.train_steps, self.task.train_lengths
         if steps is not None and len(steps) != len(lengths):
             raise ValueError(f"{len(steps)} task.train_steps for {len(lengths)} task.train_lengths")
-        decay, total = self.training.decay_steps, sum(self.train_steps)
-        if decay is not None and decay < total:
-            raise ValueError(
-                f"training.decay_steps is {decay}, less than the {total} steps of all train lengths: the learning rate "
-                "would rise again after it"
-            )
         return self
 
     @model_validator(mode="after")
@@ -295,7 +293,13 @@ class FinetuneRecipe(_Settings):
 
     def _length_phases(self) -> Iterator["Phase"]:
         # One learning rate schedule spans all train lengths: a second warm-up would damage what the first one taught.
-        horizon = self.training.decay_steps or sum(self.train_steps)
+        total = sum(self.train_steps)
+        horizon = self.training.decay_steps or total
+        if horizon < total:
+            raise UserError(
+                f"training.decay_steps is {horizon}, less than the {total} steps of all train lengths: the learning "
+                "rate would rise again after it."
+            )
         start = 0
         for length, steps in zip(self.task.train_lengths, self.train_steps, strict=True):
             settings = self.training.model_copy(update={"max_steps": steps, "decay_steps": horizon})
@@ -360,6 +364,14 @@ class ShrinkRecipe(_Settings):
         if training.text_window is not None:
             raise ValueError(
                 "training.text_window is not for shrink: cache.keep decides the window"
+            )
+        if not (training.lora_rank or training.train_base):
+            raise ValueError(
+                "shrink trains adapters of the model: give training.lora_rank, or training.train_base=true"
+            )
+        if training.position_jumps or training.eval_steps:
+            raise ValueError(
+                "training.position_jumps and eval_steps are not for shrink, which has texts and tests of its own"
             )
         # The loss is a mean over the tokens that count. Prose has most of them, so in a sum of batches look-ups would
         # weigh little.

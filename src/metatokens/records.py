@@ -7,6 +7,7 @@ transformers nor numpy, so that reports can be made without the first two, and c
 import base64
 import gzip
 import importlib.metadata
+import math
 import platform
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -136,6 +137,13 @@ class Result(Subject, Measured):
     answer: str | None = None
     seed: int
     recipe: str | None = None
+
+    @model_validator(mode="after")
+    def _has_a_possible_value(self) -> "Result":
+        lowest, highest = (1.0, math.inf) if self.metric == "perplexity" else (0.0, 1.0)
+        if self.value is not None and not lowest <= self.value <= highest:
+            raise ValueError(f"value is {self.value:g}, which no {self.metric} can be")
+        return self
 
     @model_validator(mode="after")
     def _has_a_hit_for_each_prompt(self) -> "Result":

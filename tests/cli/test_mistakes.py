@@ -90,6 +90,9 @@ MISTAKES = {
     # a task or records
     EVALUATE: "give either --task or --data",
     f"{FINETUNE} --task parity --data long.jsonl": "give either --task or --data",
+    f"{PRETRAIN} --out new --set training.lora_rank=2": "training.lora_rank needs a trained model: give --init",
+    f"{FINETUNE} --data long.jsonl --set task.train_steps=[1]": "--set task.train_steps=[1] is for --task",
+    f"{FINETUNE} --task list_recall --set task.question_sees=landmarks --eval-data long.jsonl": "leave one of them out",
     f"{EVALUATE} --task parity --landmarks line": "--landmarks goes with --data",
     f"{EVALUATE} --data long.jsonl -n 3": "--lengths, --condition and -n go with --task",
     f"{FINETUNE} --data records.jsonl": "records.jsonl, line 3: Invalid JSON",

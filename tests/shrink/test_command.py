@@ -304,7 +304,7 @@ MISTAKES = {
     "--set training.gradient_accumulation_steps=2": "mixture.tokens decides the size of a batch",
     "--set training.text_window=8": "cache.keep decides the window",
     "--set mixture.longest=100": "mixture.longest: Input should be greater than or equal to 128",
-    "--set 'tests.texts={2000: 1, 40: 1}'": "no length of tests.texts is between 54 and 1,024 tokens",
+    "--set 'tests.texts={2000: 1, 40: 1}'": "no length of tests.texts is between 118 and 1,024 tokens",
     "--keep 0.95 --set cache.length=1024": "reaches over most of the 512 tokens that a text of the training may have",
     "--set tests.excerpts=1": "tests.excerpts: Input should be greater than or equal to 2",
     "--text nowhere.txt": "nowhere.txt",
@@ -314,6 +314,8 @@ MISTAKES = {
     "--model without-start --questions bare.jsonl": "bare.jsonl has a prompt of a single token",
     "--questions long.jsonl": "long.jsonl has a record of 2,0",
     "--questions marked.jsonl --landmarks sentence": "marked.jsonl has records with markers",
+    "--set training.lora_rank=0": "shrink trains adapters of the model",
+    "--set training.position_jumps=64": "training.position_jumps and eval_steps are not for shrink",
     "--forms nowhere.yaml": "nowhere.yaml holds no forms of look-ups",
     "--model nowhere": "there is no folder nowhere",
     "--model sliding": "some of its blocks have a sliding window of their own",
@@ -367,6 +369,19 @@ def test_a_mistake_is_one_sentence_before_anything_is_written(
     monkeypatch.chdir(ground)
     assert words in refused(metatokens, f"{line} --out {tmp_path}/new {options}")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("file", ["heads.json", "replies.json", "costs.json"])
+@pytest.mark.parametrize("content", ["[{", "{}", '[{"head": 1}]'])
+def test_a_damaged_file_of_a_run_is_named(file, content, finished, line, tmp_path, metatokens):
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / file).write_text(content)
+    status, _, error = metatokens(f"{line} --out {tmp_path / 'run'}")
+    if status:  # `{}` is an empty list of lines too
+        assert f"run/{file} is damaged: remove it, and the same command makes it again." in error
+        assert status == 2
+    (tmp_path / "run" / file).unlink()
+    succeed(metatokens, f"{line} --out {tmp_path / 'run'}")
 
 
 def test_overwriting_keeps_the_text(line, documents, tmp_path, metatokens):

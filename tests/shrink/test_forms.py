@@ -18,6 +18,7 @@ BAD = {
     f"train: {{statement: [{GOOD.replace('{word}', '{word:,}')}]}}": "has the placeholder {word:,}",
     f"train: {{statement: [{GOOD.replace('{word}', '{word!r}')}]}}": "has the placeholder {word!r}",
     f"train: {{statement: [{{{SENTENCE}}}]}}": "answer: Field required",
+    f'train: {{statement: [{{{SENTENCE}, answer: " yes"}}]}}': "its answer has no placeholder",
     f'train: {{statement: [{GOOD[:-1]}, kept: " "}}]}}': "kept: Extra inputs are not permitted",
     f"train: {{statement: [{GOOD.replace('{word}', '{word')}]}}": "cannot be used: ",
     f"train: {{poem: [{GOOD}]}}": "kind: Input should be 'statement', 'question', 'keys' or",

@@ -85,6 +85,27 @@ def test_each_fact_is_whole_and_far_from_the_end(split, chat, lookups, tokenizer
         assert len(answers) == len(asked.questions) == FACTS
 
 
+@pytest.mark.parametrize("length", [160, 200, 260])
+def test_facts_that_would_be_near_the_end_are_left_out(length, lookups, tokenizer):
+    counts = set()
+    for number, form in enumerate(lookups["test"].forms):
+        asked = lookups["test"].draw(
+            np.random.default_rng(number),
+            length=length,
+            beyond=BEYOND,
+            forms=[form],
+            facts=12,
+            keeps_beyond=True,
+        )
+
+        late_text = tokenizer.decode(asked.text[-BEYOND:])
+        for question in asked.questions:
+            assert tokenizer.decode(question.answer).strip() not in late_text.split()
+        counts.add(len(asked.questions))
+    assert min(counts) >= 1
+    assert min(counts) < 12
+
+
 def test_the_text_around_facts_is_prose(lookups, tokenizer):
     asked = asked_of_form(lookups["train"], 0, chat=False)
     beginning = len(tokenizer("")["input_ids"])

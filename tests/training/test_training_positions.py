@@ -1,17 +1,22 @@
 """Position jumps: how they are drawn, and which steps have them."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 from scipy.stats import chisquare
+from transformers import FalconConfig, FalconForCausalLM
 
 from metatokens.checkpoint import load_model
+from metatokens.decoder import position_embedding_of
 from metatokens.errors import UserError
 from metatokens.training.positions import jumped_positions, position_jumps
 from metatokens.training.pretrain import pretrain
 from tests.numbers import ROUNDED
+from tests.retrofit.architectures import base
 from tests.training.conftest import Models, Pretraining
 
 IDS = torch.arange(24).view(2, 12)
@@ -58,6 +63,36 @@ def test_training_sees_the_drawn_positions_and_evaluation_the_plain_ones(
     assert in_training == pytest.approx(with_jumps, rel=ROUNDED)
     assert in_evaluation == pytest.approx(without, rel=ROUNDED)
     assert in_training != pytest.approx(without, rel=ROUNDED)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
+def test_adapters_do_not_make_a_jump_the_begin_of_a_sequence() -> None:
+    """PEFT gives its model a mask that is None."""
+    losses = []
+    for adapts in (False, True):
+        model: Any = base("llama").train()
+        model.config.position_embedding = "rope"
+        with position_jumps(model, 40):
+            wrapped = (
+                peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=2))
+                if adapts
+                else model
+            )
+            torch.manual_seed(3)
+            losses.append(wrapped(input_ids=IDS, labels=IDS, use_cache=False).loss.item())
+
+    assert losses[0] == pytest.approx(losses[1], rel=ROUNDED)
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon"])
+def test_a_model_without_position_ids_is_refused(name: str) -> None:
+    model: Any = base(name)
+    if name == "falcon":
+        model = FalconForCausalLM(FalconConfig(**model.config.to_dict() | {"alibi": True}))
+    model.config.position_embedding = position_embedding_of(model)
+
+    with pytest.raises(UserError, match="no effect in a model without"), position_jumps(model, 40):
+        pass
 
 
 def test_a_learned_table_must_hold_the_limit(small_model: Models) -> None:

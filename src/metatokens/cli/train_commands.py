@@ -159,6 +159,18 @@ def finetune(
     recipe = recipe or _recipe_for_size(model)
     settings = load_recipe(FinetuneRecipe, recipe, overrides or ())
     options.check_overwriting(out, recipe, eval_data, overwrite=overwrite)
+    for override in overrides or ():
+        if (
+            data is not None
+            and override.startswith("task.")
+            and not override.startswith("task.landmarks=")
+        ):
+            raise UserError(f"--set {override} is for --task; records are trained on as they are.")
+    if eval_data is not None and settings.task.question_sees:
+        raise UserError(
+            "task.question_sees hides the text from questions, and the records of --eval-data may have none: leave one "
+            "of them out."
+        )
     probe = None
     if eval_data is not None:
         tokenizer = load_tokenizer(str(model))

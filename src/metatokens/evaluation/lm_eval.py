@@ -16,7 +16,12 @@ from torch import Tensor
 from metatokens.checkpoint import fetch_model, load_model
 from metatokens.data.landmarks import Landmarks
 from metatokens.data.prompts import encode_chat, encode_prompt, without_control
-from metatokens.data.tokenizer import UNLIMITED, beginning_of, load_tokenizer
+from metatokens.data.tokenizer import (
+    UNLIMITED,
+    beginning_of,
+    check_meta_token,
+    load_tokenizer,
+)
 from metatokens.decoder import left_padded
 from metatokens.errors import UserError
 
@@ -95,12 +100,10 @@ class MetaTokensLM(HFLM):
         # For a device that is not there, `HFLM` takes a GPU if there is one, else the CPU.
         super().__init__(pretrained, device=device or "any", **kwargs)
         self._beginning = [] if self.add_bos_token is False else beginning_of(self.tokenizer)
+        if (meta_every, marker) != (None, None):
+            check_meta_token(self.config, self.tokenizer, Path(pretrained))
         if meta_every is not None:
             self._landmarks = Landmarks(self.tokenizer, f"every:{meta_every}")
-            if self.config.meta_token_id is None:
-                raise UserError(
-                    f"{pretrained} has no meta_token_id, so no meta-tokens can be inserted."
-                )
 
     @property
     def max_length(self) -> int:

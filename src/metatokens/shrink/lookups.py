@@ -62,6 +62,8 @@ class Form(BaseModel):
                 )
             if name not in stated:
                 raise ValueError(f"{{{name}}} is asked for, and not stated")
+        if not _placeholders(self.answer):
+            raise ValueError("its answer has no placeholder, so each text would have the same one")
         return self
 
     @property
@@ -242,6 +244,7 @@ class Lookups:
         facts: int,
         chat: bool = False,
         passage: bool = False,
+        keeps_beyond: bool = False,
     ) -> Asked:
         """A text with facts, and a question for each, in random order.
 
@@ -255,13 +258,15 @@ class Lookups:
             chat: the text is the beginning of a user's message, and each question ends one.
             passage: ask for a passage of the text too, unless the prose before `beyond` has no room for one between
                 facts.
+            keeps_beyond: leave out facts that would leave fewer tokens than `beyond` after them.
 
         Raises:
             UserError: if no fact fits in the text.
         """
         opening = self.turns.opening if self.turns and chat else self.beginning
         room = length - len(opening)
-        stated, questions = self._facts(generator, forms, facts, chat, room)
+        room_for_facts = room - beyond if keeps_beyond else room
+        stated, questions = self._facts(generator, forms, facts, chat, room_for_facts)
         size = room - sum(map(len, stated))
         start = self._start(generator, size)
         text = self.prose.ids[start : start + size]

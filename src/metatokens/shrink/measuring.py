@@ -17,13 +17,13 @@ from metatokens.evaluation.intervals import normal_interval, share_fields
 from metatokens.records import Result, pack_hits
 from metatokens.shrink.answering import answer_logits, is_answered, read
 from metatokens.shrink.lookups import CHAT, KINDS, Asked, Form, Lookups
+from metatokens.shrink.sizes import ROOM
 from metatokens.tasks.example import Encoded
 
 # A text states so many facts of one form. So whoever names any stated value is right in a sixth of the cases.
 FACTS = 6
 ASKED_IN_CHAT = "question"  # the kind whose forms are asked about in a chat
 SEED = 2026  # of all tests
-ROOM = 64  # tokens of a length that are for a question and its answer
 # The models that are measured.
 BASE, SHRUNK = "full cache, as it was", "shrunk"
 TRAINED_FULL, TRAINED_WINDOW = "full cache, trained alike", "a window alone, trained alike"
@@ -98,6 +98,7 @@ def draw_tests(
                 facts=FACTS,
                 chat=kind == CHAT,
                 passage=kind == KINDS[0],
+                keeps_beyond=True,
             )
             asked[length].append(drawn)
     beginning = lookups.beginning

@@ -23,7 +23,7 @@ from metatokens.checkpoint import (
 from metatokens.data.corpus import files_of
 from metatokens.data.landmarks import Landmarks
 from metatokens.errors import UserError
-from metatokens.files import write_whole
+from metatokens.files import DAMAGED, write_whole
 from metatokens.machine import has_fast_bfloat16, return_freed_memory
 from metatokens.model.positions import reaches
 from metatokens.recipe import WITHOUT_EFFECT, ShrinkRecipe
@@ -122,9 +122,12 @@ def shrink(
     with open_run(out, run.settings, overwrite=overwrite, inputs=inputs):
         run.choose(watch)
         run.ask_base(watch)
+        tests = (
+            run.draw_tests()
+        )  # before the trainings, since tests that cannot be drawn need another recipe
         for arm in run.arms(controls=controls):
             run.train(arm, watch)
-            run.measure(arm, watch)
+            run.measure(arm, tests, watch)
             if arm.name == SHRUNK:
                 run.measure_costs(arm, watch)
             findings = run.write_page()
@@ -271,8 +274,11 @@ class _Run:
 
     def replies(self, split: str) -> list[Encoded]:
         """What the base answered to requests of `train` or `test`."""
-        written = json.loads(self._replies_file.read_text(encoding="utf-8"))
-        return [Encoded(input_ids=ids, answer_start=start) for ids, start in written[split]]
+        try:
+            written = json.loads(self._replies_file.read_text(encoding="utf-8"))
+            return [Encoded(input_ids=ids, answer_start=start) for ids, start in written[split]]
+        except DAMAGED as error:
+            raise _damaged(self._replies_file) from error
 
     def arms(self, *, controls: bool) -> list[Arm]:
         """The models to measure, the shrunk one first."""
@@ -345,8 +351,7 @@ class _Run:
                 progress=progress,
             )
 
-    @cached_property
-    def tests(self) -> Tests:
+    def draw_tests(self) -> Tests:
         """What all models are measured on."""
         return draw_tests(
             self.lookups["test"],
@@ -359,7 +364,7 @@ class _Run:
             replies=self.replies("test"),
         )
 
-    def measure(self, arm: Arm, watch: Watch) -> None:
+    def measure(self, arm: Arm, tests: Tests, watch: Watch) -> None:
         """Write what a model finds and predicts."""
         file = self._results_file(arm.name)
         if file.exists():
@@ -374,9 +379,9 @@ class _Run:
         )
         results: list[Result] = []
         with watch(f"measure: {arm.name}") as progress:
-            for result in measuring.results(self.tests):
+            for result in measuring.results(tests):
                 results.append(result)
-                progress(len(results), self.tests.number_of_results, {})
+                progress(len(results), tests.number_of_results, {})
         lines = "".join(f"{result.line()}\n" for result in stamped(results))
         write_whole(file, lines.encode())
 
@@ -448,7 +453,14 @@ def _write_list(file: Path, lines: Sequence[BaseModel]) -> None:
 
 
 def _read_list(file: Path, kind: type[Line]) -> list[Line]:
-    return [kind(**line) for line in json.loads(file.read_text(encoding="utf-8"))]
+    try:
+        return [kind(**line) for line in json.loads(file.read_text(encoding="utf-8"))]
+    except DAMAGED as error:
+        raise _damaged(file) from error
+
+
+def _damaged(file: Path) -> UserError:
+    return UserError(f"{file} is damaged: remove it, and the same command makes it again.")
 
 
 def _text_to_choose_by(lookups: Lookups, number: int, length: int) -> Asked:

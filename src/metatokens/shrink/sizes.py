@@ -7,6 +7,7 @@ from metatokens.recipe import CacheSettings, ShrinkRecipe
 
 SINKS = 4  # the first positions, which every head keeps
 FEWEST = 8  # positions of a window
+ROOM = 64  # tokens of a tested length that are for a question and its answer
 MARGIN = 8  # tokens at least between a window and what has to be found
 
 
@@ -64,11 +65,11 @@ class Sizes:
         tested_texts = {
             length: count
             for length, count in recipe.tests.texts.items()
-            if shortest <= length <= limit
+            if shortest + ROOM <= length <= limit
         }
         if not tested_texts:
             raise UserError(
-                f"no length of tests.texts is between {shortest:,} and {limit:,} tokens: a window of {window:,} "
+                f"no length of tests.texts is between {shortest + ROOM:,} and {limit:,} tokens: a window of {window:,} "
                 "forgets too little of a shorter text, and the model reads no longer one."
             )
         return cls(

@@ -32,6 +32,8 @@ def position_jumps(model: MetaGPT2ForCausalLM, limit: int | None) -> Iterator[No
         yield
         return
     check_length(model.config, limit)
+    if model.config.position_embedding == "none":
+        raise UserError("training.position_jumps has no effect in a model without position ids.")
 
     def draw(module: MetaGPT2ForCausalLM, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not module.training:
@@ -41,7 +43,8 @@ def position_jumps(model: MetaGPT2ForCausalLM, limit: int | None) -> Iterator[No
         drawn = {"position_ids": jumped_positions(batch, length, limit).to(module.device)}
         if not isinstance(module, MetaGPT2ForCausalLM):
             # Without a mask, a model of transformers takes a gap in the positions for the start of another sequence.
-            drawn["attention_mask"] = kwargs.get("attention_mask", torch.ones_like(ids))
+            mask = kwargs.get("attention_mask")  # PEFT gives None
+            drawn["attention_mask"] = torch.ones_like(ids) if mask is None else mask
         return args, kwargs | drawn
 
     with model.register_forward_pre_hook(draw, with_kwargs=True):

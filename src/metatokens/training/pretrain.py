@@ -77,6 +77,8 @@ def pretrain(
         training = recipe.training.model_copy(update={"train_base": True})
         recipe = recipe.model_copy(update={"training": training})
     else:
+        if recipe.training.lora_rank:
+            raise UserError("training.lora_rank needs a trained model: give --init.")
         config = _config(recipe, store.tokenizer)
         check_memory(config)
         model = MetaGPT2ForCausalLM(config)
