@@ -466,6 +466,21 @@ def test_another_preset_is_refused_and_overwriting_replaces(reproduce, tmp_path,
     assert json.loads(settings.read_text())["preset"] == "other"
 
 
+def test_a_text_that_has_changed_since_is_refused(reproduce, small_corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "_carry_out", cut_off)
+    corpus = tmp_path / "corpus.jsonl"
+    shutil.copy(small_corpus, corpus)
+    size = corpus.stat().st_size
+    with pytest.raises(KeyboardInterrupt):
+        reproduce(corpus=str(corpus))
+
+    with corpus.open("a", encoding="utf-8") as file:
+        file.write('{"text": "more"}\n')
+
+    with pytest.raises(UserError, match=f"text_bytes was {size} and is now {size + 17}"):
+        reproduce(corpus=str(corpus))
+
+
 def test_overwriting_keeps_the_corpus(reproduce, small_corpus, tmp_path):
     corpus = tmp_path / "run" / "corpus.jsonl"
     corpus.parent.mkdir()

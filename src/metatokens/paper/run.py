@@ -50,18 +50,19 @@ def reproduce(
     sizes = preset(name)
     sizes = replace(sizes, corpus=corpus or sizes.corpus, book=book or sizes.book)
     plan = select(stages(sizes), only)
-    inputs: list[Path] = []
-    if overwrite:
-        for spec in filter(None, (sizes.corpus, sizes.book)):
-            inputs += map(Path, files_of(spec))
-    settings = {
+    files: list[Path] = []
+    for spec in filter(None, (sizes.corpus, sizes.book)):
+        files += map(Path, files_of(spec))
+    settings: dict[str, Any] = {
         "preset": name,
         "corpus": sizes.corpus,
         "book": sizes.book,
         "tokenizer": sizes.tokenizer,
     }
+    if files:  # stages read the text anew, and have to find the same one
+        settings["text_bytes"] = sum(file.stat().st_size for file in files)
     with (
-        open_run(out, settings, overwrite=overwrite, inputs=inputs),
+        open_run(out, settings, overwrite=overwrite, inputs=files),
         ProcessPool(Runner(out.resolve(), name, sizes), workers) as pool,
     ):
         log = RunLog(out)
