@@ -40,7 +40,6 @@ RECORDS = [
     for number in range(3)
 ]
 PROMPT = "The cat sat. _PAUSE_ It slept on the mat for a long time."
-LINE = r"text_window \d+: a cache keeps ([\d.]+) % of the keys and values, ([\d,]+) bytes for each text"
 WINDOW = "--set training.text_window"
 
 
@@ -48,12 +47,6 @@ def kept_share(prompts: Sequence[Sequence[int]], meta: int, window: int) -> floa
     """The share of the tokens that the last one sees."""
     sights = [seen(prompt, window, 4, meta)[-1] for prompt in prompts]
     return sum(int(sight.sum()) for sight in sights) / sum(map(len, prompts))
-
-
-def share_and_bytes(error: str) -> tuple[float, int]:
-    """The figures in the line of a command."""
-    percent, size = re.search(LINE, error).groups()
-    return float(percent) / 100, int(size.replace(",", ""))
 
 
 def window_of(folder: str) -> Any:

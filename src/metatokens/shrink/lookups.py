@@ -31,6 +31,8 @@ Kind = Literal["statement", "question", "keys", "several"]
 KINDS = get_args(Kind)
 PASSAGE = "passage"  # the kind of look-up that repeats a passage of the text
 CHAT = "chat"  # and that of questions which are asked in the model's own form of a conversation
+TRAINED = "trained form"  # that of look-ups whose form was trained, about other names and words
+USERS = "own"  # and that of a user's questions
 CUE, PASSAGE_SIZE = 12, 20  # tokens of a passage that are given, and of the whole passage
 _PLACEHOLDER = re.compile("(name|word|number)[0-9]*")
 _LABEL = re.compile(r"^\w+: +(?=\S)")  # at the beginning of a question

@@ -16,7 +16,7 @@ from metatokens.decoder import logits_at, measure_cache_share
 from metatokens.evaluation.intervals import normal_interval, share_fields
 from metatokens.records import Result, pack_hits
 from metatokens.shrink.answering import answer_logits, is_answered, read
-from metatokens.shrink.lookups import CHAT, KINDS, Asked, Form, Lookups
+from metatokens.shrink.lookups import CHAT, KINDS, TRAINED, Asked, Form, Lookups
 from metatokens.shrink.sizes import ROOM
 from metatokens.tasks.example import Encoded
 
@@ -28,7 +28,6 @@ SEED = 2026  # of all tests
 BASE, SHRUNK = "full cache, as it was", "shrunk"
 TRAINED_FULL, TRAINED_WINDOW = "full cache, trained alike", "a window alone, trained alike"
 EXCERPT, REPLY = "excerpt", "reply"  # what a perplexity is of
-TRAINED = "trained form"  # the kind of look-ups whose form was trained, about other names and words
 
 
 @dataclass(frozen=True)

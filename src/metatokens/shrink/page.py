@@ -16,20 +16,21 @@ from metatokens.looking.style import FURTHER, STYLES, line, page_templates, png,
 from metatokens.records import Result, unpack_hits
 from metatokens.shrink.choosing import Head, HeadLoss
 from metatokens.shrink.cost import Cost
+from metatokens.shrink.lookups import CHAT, PASSAGE, TRAINED, USERS
 from metatokens.shrink.measuring import BASE, EXCERPT, FACTS, REPLY, SHRUNK, TRAINED_FULL
 
 NAMES = {
-    "passage": "a passage of the text, repeated",
-    "trained form": "trained forms, other names and words",
+    PASSAGE: "a passage of the text, repeated",
+    TRAINED: "trained forms, other names and words",
     "statement": "other statements, asked for in their words",
     "question": "other statements, asked for in other words",
     "keys": "keys and values in another form",
     "several": "two facts together",
-    "chat": "questions in a chat",
-    "own": "your questions",
+    CHAT: "questions in a chat",
+    USERS: "your questions",
 }
-_NOT_NEW = {"trained form", "passage", "own"}
-_ONE_A_TEXT = {"passage", "own"}
+_NOT_NEW = {TRAINED, PASSAGE, USERS}
+_ONE_A_TEXT = {PASSAGE, USERS}
 
 
 @dataclass(frozen=True)

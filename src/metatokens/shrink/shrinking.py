@@ -32,7 +32,7 @@ from metatokens.retrofit.injection import add_meta_attention
 from metatokens.retrofit.text_window import apply_text_window, key_value_heads
 from metatokens.shrink.choosing import Head, HeadLoss, loss_without, most_needed
 from metatokens.shrink.cost import NEW, Cost, costs
-from metatokens.shrink.lookups import Asked, Lookups, Question, Turns, read_forms
+from metatokens.shrink.lookups import USERS, Asked, Lookups, Question, Turns, read_forms
 from metatokens.shrink.measuring import (
     BASE,
     SHRUNK,
@@ -55,7 +55,6 @@ from metatokens.training.trainer import Figures, Progress, train, unwatched
 LONGEST_ASSUMED = 1_000_000  # tokens, for a model without a limit
 WINDOW_TO_CHOOSE_BY, FACTS_TO_CHOOSE_BY = 64, 12  # of a head that forgets, and in a text
 PAGE = "page.html"
-USERS = "own"  # the kind of a user's questions
 
 Line = TypeVar("Line", HeadLoss, Cost)
 # Shows the progress of a step, by its name.
