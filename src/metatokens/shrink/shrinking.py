@@ -121,9 +121,8 @@ def shrink(
     with open_run(out, run.settings, overwrite=overwrite, inputs=inputs):
         run.choose(watch)
         run.ask_base(watch)
-        tests = (
-            run.draw_tests()
-        )  # before the trainings, since tests that cannot be drawn need another recipe
+        # Before the trainings: tests that cannot be drawn need another recipe.
+        tests = run.draw_tests()
         for arm in run.arms(controls=controls):
             run.train(arm, watch)
             run.measure(arm, tests, watch)
