@@ -144,7 +144,7 @@ class Tally:
     def sweep(self) -> str:
         """How many types of decoder have each outcome, and which are taken, wrong or crashed."""
         order = ("taken", "refused", "not built", "wrong", "crashed")
-        counts = Counter(found["kind"] for found in self.types.values())
+        counts = Counter(tried["kind"] for tried in self.types.values())
         text = ", ".join(f"{counts[kind]} {kind}" for kind in order)
         rows: dict[str, list[str]] = defaultdict(list)
         for name, found in sorted(self.types.items()):

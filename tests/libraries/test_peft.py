@@ -185,6 +185,8 @@ def test_a_model_is_not_named_after_its_adapters(tmp_path: Path) -> None:
     try:
         model.add_adapter(deepcopy(ADAPTERS["lora"]))
     except ValueError as error:
+        if "version of PEFT" not in str(error):
+            raise
         pytest.skip(f"transformers refuses this PEFT: {error}")
     model.save_pretrained(tmp_path / "adapters")
 
