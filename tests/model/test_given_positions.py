@@ -83,6 +83,15 @@ def test_logits_are_those_without_positions(fields: Fields) -> None:
         assert_close(logits, model(batch["input_ids"], logits_to_keep=count).logits, ROUNDED_DOUBLE)
 
 
+@torch.no_grad()
+def test_scored_positions_choose_the_logits() -> None:
+    model, batch = tiny_model(), batch_with_positions()
+    at_labels, everywhere = model(**batch).logits, model(batch["input_ids"]).logits
+    for row, positions in enumerate(batch["scored_positions"].tolist()):
+        scored = [position for position in positions if position >= 0]
+        assert_close(at_labels[row, : len(scored)], everywhere[row, scored], ROUNDED_DOUBLE)
+
+
 def compiled_with(model: MetaGPT2ForCausalLM, **options: Any) -> tuple[Any, list[Any]]:
     """The compiled model, and a list that gets its graphs, forward and backward."""
     torch._dynamo.reset()

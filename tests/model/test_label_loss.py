@@ -63,15 +63,16 @@ def test_labels_that_are_shifted_already(batch: Batch, training: bool) -> None:
     assert loss.item() == pytest.approx(expected, rel=ROUNDED)
 
 
-def test_training_computes_logits_at_labels_only(batch: Batch) -> None:
-    model = tiny_model()
-    in_full = model(**batch).logits
-    at_labels = model.train()(**batch).logits
-
-    assert in_full.shape == (3, 12, 64)
-    torch.testing.assert_close(at_labels, in_full[:, :-1][batch["labels"][:, 1:] != -100])
+@TRAINING
+def test_logits_have_the_shape_of_the_input_whether_there_are_labels_or_not(
+    batch: Batch, training: bool
+) -> None:
+    model = tiny_model().train(training)
+    with_labels = model(**batch).logits
     del batch["labels"]
-    assert model(**batch).logits.shape == (3, 12, 64)
+
+    assert with_labels.shape == (3, 12, 64)
+    assert torch.equal(with_labels, model(**batch).logits)
 
 
 def test_logits_to_keep() -> None:

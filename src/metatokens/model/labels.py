@@ -39,22 +39,17 @@ def without_meta_tokens(
     return labels.masked_fill(is_meta, -100), kwargs
 
 
-def scored_labels(labels: Tensor, scored_positions: Tensor | None) -> tuple[Any, Tensor]:
+def scored_labels(labels: Tensor, scored_positions: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """The positions whose logits have a label, as an index of (batch, length), and the labels for these logits.
 
     Args:
         labels: (batch, length), the input's own ids, -100 where nothing is to be predicted.
-        scored_positions: (batch, most), these positions, -1 where a row has fewer; None finds them, by a device sync.
+        scored_positions: (batch, most), these positions, -1 where a row has fewer.
 
     Returns:
-        The index, and labels of the shape (batch, most), or (labels,) without `scored_positions`; -100 at padding.
+        The index, and the labels, (batch, most), -100 at padding.
     """
     targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-    if scored_positions is None:
-        is_scored = targets != -100
-        return is_scored, targets[is_scored]
-    index = (
-        torch.arange(len(targets), device=targets.device)[:, None],
-        scored_positions.clamp(min=0),
-    )
+    rows = torch.arange(len(targets), device=targets.device)[:, None]
+    index = rows, scored_positions.clamp(min=0)
     return index, targets[index].masked_fill(scored_positions < 0, -100)

@@ -359,8 +359,8 @@ class MetaGPT2ForCausalLM(MetaVocabulary, MetaGPT2PreTrainedModel, MetaTokenGene
                 output flags of transformers.
 
         Returns:
-            Logits (batch, positions, vocabulary). In training mode with labels that are shifted here, only the logits
-            that a label scores: (labels, vocabulary), or (batch, most, vocabulary) with `scored_positions`.
+            Logits (batch, positions, vocabulary); with `labels` and `scored_positions`, (batch, most, vocabulary), only
+            those that a label scores.
 
         Raises:
             UserError: if the sequence is longer than a learned table of positions; if several are packed into a row
@@ -391,8 +391,12 @@ class MetaGPT2ForCausalLM(MetaVocabulary, MetaGPT2PreTrainedModel, MetaTokenGene
         if labels is not None:
             labels, kwargs = without_meta_tokens(labels, self.config.meta_token_id, kwargs)
         hidden = outputs.last_hidden_state
-        if labels is not None and self.training and kwargs.get("shift_labels") is None:
-            logits, loss = self._scored_logits(hidden, labels, scored_positions, kwargs)
+        if labels is not None and scored_positions is not None:
+            # The head is the widest product of a small model.
+            scored, targets = scored_labels(labels, scored_positions)
+            logits = linear(self.lm_head, hidden[scored])
+            kwargs["shift_labels"] = targets
+            loss = self.loss_function(logits, None, self.config.vocab_size, **kwargs)
         else:
             last = (
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -407,20 +411,6 @@ class MetaGPT2ForCausalLM(MetaVocabulary, MetaGPT2PreTrainedModel, MetaTokenGene
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             meta_attentions=outputs.get("meta_attentions"),
-        )
-
-    def _scored_logits(
-        self,
-        hidden: Tensor,
-        labels: Tensor,
-        scored_positions: Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> tuple[Tensor, Tensor]:
-        """The logits that labels score, and the loss: the head is the widest product of a small model."""
-        scored, targets = scored_labels(labels, scored_positions)
-        logits = linear(self.lm_head, hidden[scored])
-        return logits, self.loss_function(
-            logits, None, self.config.vocab_size, **kwargs | {"shift_labels": targets}
         )
 
 
