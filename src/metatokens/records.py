@@ -278,13 +278,13 @@ def read_lines(path: Path, kind: type[AnyRecord]) -> list[AnyRecord]:
     # Only a line feed ends a record: str.splitlines would also split at other separators inside a text.
     lines = enumerate(read_text(path).split("\n"), start=1)
     return [
-        _validate(kind, line, f"{path}, line {number}") for number, line in lines if line.strip()
+        parse_record(kind, line, f"{path}, line {number}") for number, line in lines if line.strip()
     ]
 
 
 def read_record(path: Path, kind: type[AnyRecord]) -> AnyRecord:
     """The record that a whole file holds."""
-    return _validate(kind, read_text(path), str(path))
+    return parse_record(kind, read_text(path), str(path))
 
 
 def read_text(path: Path) -> str:
@@ -304,8 +304,8 @@ def read_text(path: Path) -> str:
         raise UserError(f"cannot read {path}: {error}.") from error
 
 
-def _validate(kind: type[AnyRecord], text: str, source: str) -> AnyRecord:
-    """Parse a record from JSON text: in strict mode, a tuple accepts a list only there."""
+def parse_record(kind: type[AnyRecord], text: str, source: str) -> AnyRecord:
+    """Parse a record from JSON text; `source` names it in errors."""
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:

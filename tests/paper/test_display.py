@@ -32,8 +32,8 @@ def test_a_line_for_each_finished_stage_with_the_time_left(clock, capsys):
     display.finish("b")  # 55 of 100 in 120 s: 45 take 98 s more
 
     assert lines(capsys) == [
-        "10% in 0:20, 3:00 left: a 100%",
-        "55% in 2:00, 1:38 left: b 100%",
+        "10% in 0:00:20, 0:03:00 left: a 100%",
+        "55% in 0:02:00, 0:01:38 left: b 100%",
     ]
 
 
@@ -46,7 +46,7 @@ def test_a_line_now_and_then_while_stages_run(clock, capsys):
 
     printed = lines(capsys)
     assert len(printed) == int(50 // (LINE_EVERY + 1))
-    assert printed[0] == "16% in 0:21, 1:52 left: b 21%"
+    assert printed[0] == "16% in 0:00:21, 0:01:52 left: b 21%"
 
 
 def test_a_late_report_does_not_undo_the_end(clock, capsys):
@@ -56,4 +56,4 @@ def test_a_late_report_does_not_undo_the_end(clock, capsys):
     display.update("a", 0.9)
     display.finish("b")
 
-    assert lines(capsys)[-1] == "100% in 0:10, 0:00 left: b 100%"
+    assert lines(capsys)[-1] == "100% in 0:00:10, 0:00:00 left: b 100%"

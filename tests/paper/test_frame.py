@@ -54,6 +54,11 @@ def test_lines_of_a_grid_and_of_other_runs_are_not_mixed(recipe, read):
     assert read([accuracy(0.5, recipe=recipe)], curves=[]).preset in ("gpu", None)
 
 
+def test_lines_of_two_presets_are_not_mixed(read):
+    with pytest.raises(UserError, match="lines of the preset demo and of other runs"):
+        read([accuracy(0.5, recipe="smoke"), accuracy(0.5, recipe="demo")])
+
+
 def test_text_windows_and_recipes_of_no_preset_are_models_of_their_own(read):
     inputs = read(
         [
@@ -118,8 +123,7 @@ def test_curves_are_those_of_plain_runs_at_the_first_train_length(read):
     inputs = read([accuracy(0.5)], curves=[*curve(0.5, 0.95), *curve(0.2, seed=11), *not_drawn])
 
     drawn = learning_curves(inputs.curves)
-    accuracies = {seed: points["exact_match"].tolist() for (*_, seed), points in drawn.items()}
-    assert accuracies == {10: [0.5, 0.95], 11: [0.2]}
+    assert drawn.groupby("seed")["value"].agg(list).to_dict() == {10: [0.5, 0.95], 11: [0.2]}
 
 
 def test_a_distortion_at_a_rate_is_the_mean_of_a_runs_fits(read):

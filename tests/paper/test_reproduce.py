@@ -17,9 +17,8 @@ from metatokens.errors import UserError
 from metatokens.paper import pools, run
 from metatokens.paper.frame import load
 from metatokens.paper.runner import Outcome, Runner
-from metatokens.paper.variants import TrainedModel, finetune_recipe
+from metatokens.paper.variants import TrainedModel
 from metatokens.records import unpack_hits
-from metatokens.training.examples import train_examples, train_source
 from tests.paper import tiny_preset
 from tests.paper.run_lines import assert_same_run, lines, records
 
@@ -135,16 +134,6 @@ def test_the_curves_are_what_the_report_reads(undisturbed):
     }
 
 
-def text_tokens_of_a_step(tokenizer, recipe, phase):
-    """The mean number of text tokens in four of a phase's training examples."""
-    meta = tokenizer.meta_token_id
-    examples = train_examples(recipe, train_source(recipe, "parity", tokenizer, ()), phase)
-    tokens = 0
-    for example in examples:
-        tokens += len(example.input_ids) - list(example.input_ids).count(meta)
-    return 4 * tokens / len(examples)
-
-
 def test_the_curve_of_a_task_begins_with_its_curriculum(reproduce, tiny):
     curriculum = (
         "{lists: [3, 3], items: [6, 6], max_steps: 3}, {lists: [3, 4], items: [6, 7], max_steps: 2}"
@@ -155,18 +144,8 @@ def test_the_curve_of_a_task_begins_with_its_curriculum(reproduce, tiny):
 
     out = reproduce(sizes=sizes)
 
-    points = [point for point in load([out]).read.points if point.task == "parity"]
-    read = {point.step: point.text_tokens for point in points}
-    tokenizer = load_tokenizer(str(out / "tokens" / "tokenizer"))
-    recipe = finetune_recipe(sizes, sizes.models[0], "parity")
-    tokens = [text_tokens_of_a_step(tokenizer, recipe, phase) for phase in recipe.phases()]
-    first = 3 * tokens[0]
-    second = first + 2 * tokens[1]
-    last = second + 4 * tokens[2]
-    assert list(read) == list(range(1, 10))  # 3 and 2 of the curriculum, then 4
-    assert read[3] == pytest.approx(first, abs=1)
-    assert read[5] == pytest.approx(second, abs=1)
-    assert read[9] == pytest.approx(last, abs=2)
+    steps = [point.step for point in load([out]).read.points if point.task == "parity"]
+    assert steps == list(range(1, 10))  # 3 and 2 of the curriculum, then 4
 
 
 # --- cut off and resumed, in this process
@@ -496,7 +475,7 @@ def test_what_is_done_stays_when_the_next_stage_fails(
     reproduce, undisturbed, tmp_path, monkeypatch
 ):
     tokenized = json.loads(records(undisturbed)["tokenize"])
-    done = pools.TimedOutcome(Outcome(facts=tokenized["facts"]), seconds=1.0, cpu_seconds=1.0)
+    done = Outcome(facts=tokenized["facts"])
 
     def fail_after_one(pool):
         yield next(iter(pool._running.values())), done

@@ -47,6 +47,8 @@ def test_an_interval_by_hand():
         (0.04, "gain", 0.05, "inconclusive"),  # -0.005 to 0.085
         (0.004, "gain", 0.05, "within"),  # -0.041 to 0.0493
         (-0.01, "gain", 0.05, "no lead"),  # -0.055 to 0.035
+        (-0.04, "gain", 0.05, "no lead"),  # -0.085 to 0.005
+        (-0.05, "gain", 0.05, "reversed"),  # -0.095 to -0.0047
         (0.06, "gain", 0.2, "within"),  # It lies above 0 too: within comes first.
         (0.0, "match", 0.05, "supported"),  # above -0.05
         (-0.01, "match", 0.05, "inconclusive"),  # from -0.055 on
@@ -181,6 +183,8 @@ def test_a_single_prompt_shows_nothing_of_the_draw():
         # Among four, one at 98.75 %: t(4) = 4.31, so it reaches 0.0704 to either side.
         ([0.2, 0.1, 0.06, -0.02], True, "inconclusive"),
         ([0.2, 0.1, 0.06, -0.021], False, "no lead"),
+        ([0.2, 0.1, 0.06, -0.0703], False, "no lead"),
+        ([0.2, 0.1, 0.06, -0.0705], False, "reversed"),
     ],
 )
 def test_all_cases(gaps, is_complete, expected):

@@ -112,6 +112,7 @@ def test_the_interval_holds_the_truth_as_often_as_it_promises(runs, luck):
     [
         ("gain", 0.0, ["supported"]),
         ("gain", 0.05, ["no lead", "within"]),
+        ("gain", 0.0, ["reversed"]),
         ("gain", -0.05, ["supported", "within"]),
         ("match", -0.05, ["supported"]),
         ("match", -0.05, ["contradicted"]),
@@ -132,7 +133,7 @@ def test_twelve_runs_find_what_is_there():
 
     assert rates(12, None, 0.1, "gain")["supported"] > 95
     assert none["within"] + none["no lead"] > 60
-    assert rates(12, None, -0.1, "gain")["no lead"] > 95
+    assert rates(12, None, -0.1, "gain")["reversed"] > 95
 
 
 def test_prompts_that_are_left_out_of_the_interval_would_be_missed():

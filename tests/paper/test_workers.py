@@ -3,12 +3,14 @@
 import os
 import signal
 import time
+from concurrent.futures import Future
 
 import pytest
 import torch
 
+from metatokens.errors import UserError
 from metatokens.paper import pools
-from metatokens.paper.runner import Runner
+from metatokens.paper.runner import Outcome, Runner
 from tests.forked import PATIENCE
 from tests.paper import tiny_preset
 from tests.paper.run_lines import assert_same_run, records
@@ -35,6 +37,21 @@ def test_a_worker_a_gpu_by_default(two_gpus, tmp_path, monkeypatch):
 def test_a_worker_sees_one_gpu(two_gpus, tmp_path):
     with pools.ProcessPool(Runner(tmp_path, "tiny", tiny_preset.tiny("builtin")), 1) as pool:
         assert pool._pool.submit(os.getenv, "CUDA_VISIBLE_DEVICES").result() == "3"
+
+
+def test_outcomes_come_before_an_error(tmp_path):
+    pool = pools.ProcessPool(Runner(tmp_path, "tiny", tiny_preset.tiny("builtin")), 1)
+    for number in range(20):  # a set has no order
+        future = Future()
+        future.set_exception(UserError("a")) if number == 10 else future.set_result(Outcome())
+        pool._running[future] = str(number)
+
+    names = []
+    with pytest.raises(UserError), pool:
+        for name, _ in pool.finished():
+            names.append(name)
+
+    assert len(names) == 19
 
 
 # --- killed, for real

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 
 LINE_EVERY = 20.0  # seconds between two lines while no stage ends
 
@@ -39,12 +40,11 @@ class Display:
         done = sum(cost * self._fractions[name] for name, cost in self._costs.items())
         left = "estimating the time left"
         if done:
-            left = f"{_minutes(elapsed * (total - done) / done)} left"
+            left = f"{_clock(elapsed * (total - done) / done)} left"
         stages = ", ".join(f"{name} {self._fractions[name]:.0%}" for name in names)
-        line = f"{done / total:4.0%} in {_minutes(elapsed)}, {left}: {stages}"
+        line = f"{done / total:4.0%} in {_clock(elapsed)}, {left}: {stages}"
         print(line, file=sys.stderr, flush=True)
 
 
-def _minutes(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes}:{rest:02d}"
+def _clock(seconds: float) -> timedelta:
+    return timedelta(seconds=int(seconds))

@@ -23,9 +23,6 @@ from metatokens.records import SEPARATOR, AnalysisMetric, Measurement, Metric, R
 _RUN = ["task", "model", "position_embedding", "seed"]  # whose learning curve is one
 
 Fields = Mapping[str, Any]
-Run = tuple[str, str, str, int]
-"""The task, the model, its positions and its seed."""
-
 GRIDS = ("small", "gpu", "paper")  # the presets whose figures are set next to the paper's
 SPEEDS = ("prefill", "decode")  # benchmarks that the paper has figures of
 RATES = (0.5, 1.0, 2.0, 4.0)  # nats, at which distortions are compared
@@ -62,7 +59,7 @@ class Inputs:
             best rule that does not do the task; both as proportions of the prompts of its task, length and condition.
             The metrics of `DERIVED` are explained where they are made.
         curves: the points of training curves, with `variant`.
-        preset: the preset of a grid; None for other runs.
+        preset: the preset of all lines; None if there are lines of other runs.
         read: the lines themselves.
     """
 
@@ -70,6 +67,11 @@ class Inputs:
     curves: pd.DataFrame
     preset: str | None
     read: RunLines
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether the figures are set next to the paper's."""
+        return self.preset in GRIDS
 
     @property
     def scale(self) -> int:
@@ -98,10 +100,10 @@ def load(paths: Sequence[Path]) -> Inputs:
     """Read run folders and files of lines into frames. Where a figure was measured again, the later line counts.
 
     Raises:
-        UserError: as `read_runs` does, or if there are lines of a grid and of other runs, which are not to be mixed.
+        UserError: as `read_runs` does, or if there are lines of two presets, or of a grid and of other runs.
     """
     read = read_runs(paths)
-    grid = _grid_of(read)
+    preset = _preset_of(read)
     measured = _typed(
         pd.concat([_rows(read.results, Result), _rows(read.measurements, Measurement)])
     )
@@ -112,20 +114,21 @@ def load(paths: Sequence[Path]) -> Inputs:
     curves = _named(_typed(_rows(read.points, CurvePoint)))
     derived = pd.DataFrame([*distortions(figures, RATES), *_slowdowns(read.timings)])
     figures = _typed(pd.concat([figures, derived]))
-    return Inputs(figures, curves, grid, read)
+    return Inputs(figures, curves, preset, read)
 
 
-def _grid_of(read: RunLines) -> str | None:
+def _preset_of(read: RunLines) -> str | None:
     lines: Iterable[Result | Measurement | CurvePoint] = chain(
         read.results, read.measurements, read.points
     )
-    presets = {(line.recipe or "").partition("/")[0] for line in lines}
-    grid = next((preset for preset in GRIDS if preset in presets), None)
-    if grid and len(presets) > 1:
+    recipes = {(line.recipe or "").partition("/")[0] for line in lines}
+    presets = sorted(recipes & PRESETS.keys())
+    has_grid = not recipes.isdisjoint(GRIDS)
+    if len(presets) > 1 or (has_grid and len(recipes) > 1):
         raise UserError(
-            f"there are lines of the preset {grid} and of other runs; report that preset alone."
+            f"there are lines of the preset {presets[0]} and of other runs; report that preset alone."
         )
-    return grid
+    return presets[0] if presets else None
 
 
 def select(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
@@ -152,12 +155,12 @@ def trained_to(frame: pd.DataFrame, train_length: Any) -> pd.DataFrame:
     return frame[lengths.isna() | (lengths == train_length)]
 
 
-def learning_curves(curves: pd.DataFrame) -> dict[Run, pd.DataFrame]:
-    """The plain runs' curves at their first train length; steps ascending."""
+def learning_curves(curves: pd.DataFrame) -> pd.DataFrame:
+    """The accuracies of the plain runs by step, up to their first train length; `value` has them."""
     points = select(curves, variant="").dropna(subset=["exact_match"])
-    points = trained_to(points, points.groupby(_RUN)["train_length"].transform("min"))
-    points = points.drop_duplicates([*_RUN, "step"], keep="last").sort_values("step")
-    return {(*setting, int(seed)): curve for (*setting, seed), curve in points.groupby(_RUN)}
+    first_length = points.groupby(_RUN)["train_length"].transform("min")
+    points = trained_to(points, first_length).drop_duplicates([*_RUN, "step"], keep="last")
+    return points.assign(value=points["exact_match"])
 
 
 def distortions(figures: pd.DataFrame, rates: Sequence[float]) -> Iterator[Fields]:

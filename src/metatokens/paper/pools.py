@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from itertools import cycle, islice
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 
@@ -15,14 +15,6 @@ from metatokens.errors import UserError
 from metatokens.machine import available_cores, end_with_parent, keep_freed_memory, worker_context
 from metatokens.paper.plan import Stage
 from metatokens.paper.runner import Outcome, Runner
-
-
-class TimedOutcome(NamedTuple):
-    """A stage's outcome, and the time that it took."""
-
-    outcome: Outcome
-    seconds: float  # by the clock
-    cpu_seconds: float  # of one core
 
 
 def gpus() -> list[str]:
@@ -50,7 +42,7 @@ class ProcessPool:
             self._gpus.put(gpu)
         workers_get = (self._reports, self._gpus)
         self._pool = ProcessPoolExecutor(self.size, context, _start_worker, workers_get)
-        self._running: dict[Future[TimedOutcome], str] = {}
+        self._running: dict[Future[Outcome], str] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -65,14 +57,15 @@ class ProcessPool:
         """Start a stage."""
         self._running[self._pool.submit(_work, self.runner, stage)] = stage.name
 
-    def finished(self) -> Iterator[tuple[str, TimedOutcome]]:
+    def finished(self) -> Iterator[tuple[str, Outcome]]:
         """Wait for up to a second, then give the names and outcomes of stages that are done.
 
         Raises:
             UserError: if a worker was killed, or a stage raised it.
         """
         done, _ = wait(self._running, timeout=1.0, return_when=FIRST_COMPLETED)
-        for future in done:
+        # The outcomes first: an error ends the run.
+        for future in sorted(done, key=lambda future: future.exception() is not None):
             try:
                 outcome = future.result()
             except BrokenProcessPool as error:
@@ -102,9 +95,11 @@ def _start_worker(reports: Any, left: Any) -> None:
     torch.set_num_threads(1)
 
 
-def _work(runner: Runner, stage: Stage) -> TimedOutcome:
+def _work(runner: Runner, stage: Stage) -> Outcome:
     began, began_on_cpu = time.monotonic(), time.process_time()
     outcome = runner.carry_out(
         stage, lambda done, total, _: _reports.put((stage.name, done / total))
     )
-    return TimedOutcome(outcome, time.monotonic() - began, time.process_time() - began_on_cpu)
+    outcome.seconds = round(time.monotonic() - began, 3)
+    outcome.cpu_seconds = round(time.process_time() - began_on_cpu, 3)
+    return outcome

@@ -3,7 +3,6 @@
 Importing this module loads neither torch nor transformers.
 """
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -12,12 +11,6 @@ from metatokens.records import Measured, Record
 
 LOOKS = "looks"  # a run's folder of pages of attention, one for each task
 Benchmark = Literal["train", "answers", "prefill", "decode", "length", "compile"]
-
-
-def lines_file(folder: Path, name: str) -> Path:
-    """The file of lines in a run's folder: `NAME.jsonl` if it exists, otherwise `NAME.jsonl.gz`."""
-    plain = folder / f"{name}.jsonl"
-    return plain if plain.exists() else folder / f"{name}.jsonl.gz"
 
 
 class CurvePoint(Record):
@@ -30,7 +23,7 @@ class CurvePoint(Record):
     recipe: str | None = None
     seed: int
     step: int
-    text_tokens: int | None = None  # read so far
+    text_tokens: int | None = None  # in lines of older versions: read so far
     loss: float | None = None  # nats per target token
     exact_match: float | None = None  # on the same `n` test prompts at each step
     n: int | None = None

@@ -6,8 +6,8 @@
 2. Its 95 % interval takes each seed as one observation: a side's scores are averaged over tasks first, then compared by
    Welch's t. The draw of the test prompts is added. A side with fewer than three runs has no interval.
 3. The claim is **supported** if the interval lies above 0. It is **within 5 points** if the interval lies within 5
-   points of 0, whatever else fits, and shows **no lead of 5 points** if the interval lies below that. Otherwise it is
-   **inconclusive**. `claims.py` chooses the settings, and leaves some out.
+   points of 0, whatever else fits. It is **reversed** if the interval lies below 0, and shows **no lead of 5 points**
+   if it lies below 5. Otherwise it is **inconclusive**. `claims.py` chooses the settings, and leaves some out.
 
 The rule was written before the experiment ran. Two things were decided afterwards: that seeds are the observations, and
 the words of the verdicts.
@@ -23,7 +23,9 @@ from typing import Literal
 import numpy as np
 from scipy.special import stdtrit  # Student's t: ten times as fast as that of scipy.stats
 
-Verdict = Literal["supported", "no lead", "within", "contradicted", "inconclusive", "not run"]
+Verdict = Literal[
+    "supported", "within", "reversed", "no lead", "contradicted", "inconclusive", "not run"
+]
 Kind = Literal["gain", "match", "above"]
 Array = np.ndarray
 
@@ -163,8 +165,15 @@ def verdict(measured: Effect, kind: Kind, smallest: float) -> Verdict:
     if measured.low > supports:
         return "supported"
     if measured.high < rules_out:
-        return "no lead" if kind == "gain" else "contradicted"
+        return _ruled_out(kind, measured.high)
     return "inconclusive"
+
+
+def _ruled_out(kind: Kind, high: float) -> Verdict:
+    """The verdict on a claim that an interval with this upper end rules out."""
+    if kind != "gain":
+        return "contradicted"
+    return "reversed" if high < 0 else "no lead"
 
 
 def verdict_everywhere(
@@ -178,8 +187,10 @@ def verdict_everywhere(
     """
     supports, rules_out = boundaries(kind, smallest)
     level = corrected(len(strata))
-    if any(effect([stratum], level).high < rules_out for stratum in strata):
-        return "no lead" if kind == "gain" else "contradicted"
+    highs = [effect([stratum], level).high for stratum in strata]
+    ruling_out = [high for high in highs if high < rules_out]
+    if ruling_out:
+        return _ruled_out(kind, min(ruling_out))
     if is_complete and all(effect([stratum]).low > supports for stratum in strata):
         return "supported"
     return "inconclusive"

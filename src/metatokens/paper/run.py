@@ -1,6 +1,7 @@
 """Carry out a plan: skip what is done, resume what was cut off."""
 
 import platform
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -73,11 +74,10 @@ def reproduce(
         if left or not provenance.exists():
             # So that the next try writes it if this one does not.
             provenance.unlink(missing_ok=True)
-            created = now()
             try:
                 _carry_out(log, left, pool, task_done)
             finally:
-                _write_provenance(log, name, sizes, created=created, workers=pool.size)
+                _write_provenance(log, name, sizes, workers=pool.size)
 
 
 def unfinished(name: str, out: Path, *, only: str | None = None) -> list[Stage]:
@@ -137,15 +137,14 @@ def _tasks_tested_by(plan: list[Stage]) -> set[str]:
     return {stage.subject["task"] for stage in plan if stage.method == "evaluate"}
 
 
-def _write_provenance(log: RunLog, name: str, sizes: Preset, **run: Any) -> None:
+def _write_provenance(log: RunLog, name: str, sizes: Preset, *, workers: int) -> None:
     """Write `run.json`: settings, versions, machine, data, sizes of the models, and the time of each finished stage."""
     entries = log.entries
     if "tokenize" not in entries:
         return
-    plan = {stage.name: stage for stage in stages(sizes)}
     recipes = {
         stage.name: stage.options["recipe"].model_dump(mode="json")  # including defaults
-        for stage in plan.values()
+        for stage in stages(sizes)
         if stage.name in entries and "recipe" in stage.options
     }
     models = {}
@@ -153,11 +152,7 @@ def _write_provenance(log: RunLog, name: str, sizes: Preset, **run: Any) -> None
         entry = entries.get(f"{model.made_by}-{model.name}")
         if entry is not None:
             models[model.name] = ModelInfo(**entry.facts, description=model.description)
-    finished = []
-    for entry in entries.values():
-        times = entry.model_dump(include={"name", "seconds", "cpu_seconds"})
-        kind = plan[entry.name].kind if entry.name in plan else None
-        finished.append(StageRecord(**times, kind=kind))
+    times = [entry.model_dump(include={*StageRecord.model_fields}) for entry in entries.values()]
     info = RunInfo(
         command=_command(log.out, name, sizes),
         preset=name,
@@ -167,18 +162,20 @@ def _write_provenance(log: RunLog, name: str, sizes: Preset, **run: Any) -> None
         python=platform.python_version(),
         platform=platform.platform(),
         cores=available_cores(),
+        workers=workers,
         versions=library_versions(),
+        # Since then it may have been interrupted and resumed.
+        created=min(entry.finished for entry in entries.values()),
         finished=now(),
-        stages=finished,
-        **run,
+        stages=[StageRecord(**stage) for stage in times],
     )
     write_whole(log.out / "run.json", info.model_dump_json(exclude_defaults=True).encode())
 
 
 def _command(out: Path, name: str, sizes: Preset) -> str:
-    command = f"metatokens reproduce --preset {name} --out {out.name}"
+    words = ["metatokens", "reproduce", "--preset", name, "--out", out.resolve().name]
     for option in ("corpus", "book"):
         text = getattr(sizes, option)
         if text != getattr(preset(name), option):
-            command += f" --{option} '{text}'"
-    return command
+            words += [f"--{option}", text]
+    return shlex.join(words)

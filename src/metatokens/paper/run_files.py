@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from metatokens.errors import UserError
-from metatokens.paper.records import LOOKS, CurvePoint, RunInfo, Timing, lines_file
+from metatokens.paper.records import LOOKS, CurvePoint, RunInfo, Timing
 from metatokens.records import (
     AnyRecord,
     ExampleRecord,
@@ -63,14 +63,18 @@ def _first_line(file: Path) -> str:
 
 def _read_folder(folder: Path, lines: RunLines) -> None:
     """Add what a run's folder has; a run of a few stages need not have each file."""
-    lines.results += _read_if_there(lines_file(folder, "results"), Result)
-    lines.measurements += _read_if_there(lines_file(folder, "analysis"), Measurement)
-    lines.points += _read_if_there(lines_file(folder, "curves"), CurvePoint)
-    lines.examples += _read_if_there(lines_file(folder, "examples"), ExampleRecord)
+    lines.results += _lines(folder, "results", Result)
+    lines.measurements += _lines(folder, "analysis", Measurement)
+    lines.points += _lines(folder, "curves", CurvePoint)
+    lines.examples += _lines(folder, "examples", ExampleRecord)
     if (folder / "run.json").exists():
         lines.runs.append(read_record(folder / "run.json", RunInfo))
     lines.looks |= {page.stem: page for page in sorted((folder / LOOKS).glob("*.html"))}
 
 
-def _read_if_there(path: Path, kind: type[AnyRecord]) -> list[AnyRecord]:
-    return read_lines(path, kind) if path.exists() else []
+def _lines(folder: Path, name: str, kind: type[AnyRecord]) -> list[AnyRecord]:
+    """The lines of `NAME.jsonl`, or else of `NAME.jsonl.gz`; none if there is neither."""
+    for file in (folder / f"{name}.jsonl", folder / f"{name}.jsonl.gz"):
+        if file.exists():
+            return read_lines(file, kind)
+    return []

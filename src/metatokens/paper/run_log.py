@@ -12,27 +12,22 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
 from metatokens.differences import differences
 from metatokens.errors import UserError
 from metatokens.files import append_lines
 from metatokens.paper.plan import Stage
-from metatokens.paper.pools import TimedOutcome
-from metatokens.paper.runner import WEIGHTS
-from metatokens.records import library_versions, now, read_text
+from metatokens.paper.records import StageRecord
+from metatokens.paper.runner import WEIGHTS, Outcome
+from metatokens.records import library_versions, now, parse_record, read_text
 
 LOG = "stages.jsonl"
 # The files of lines, by the field of an outcome whose records they hold.
 FILES = {"results": "results.jsonl", "measurements": "analysis.jsonl", "curves": "curves.jsonl"}
 
 
-class FinishedStage(BaseModel):
+class FinishedStage(StageRecord):
     """A line of the log."""
 
-    name: str
-    seconds: float  # by the clock
-    cpu_seconds: float  # of one core
     settings: dict[str, Any]
     facts: dict[str, Any]
     lines: dict[str, int]  # the number of lines that it added, by kind (FILES)
@@ -47,12 +42,7 @@ class RunLog:
         self.out = out
         self.entries: dict[str, FinishedStage] = {}
         for number, line in enumerate(_whole_lines(out / LOG), start=1):
-            try:
-                entry = FinishedStage.model_validate_json(line)
-            except ValidationError as error:
-                raise UserError(f"{out / LOG}, line {number} is no finished stage.") from error
-            if entry.name in self.entries:
-                raise UserError(f"{out / LOG}, line {number} repeats the stage {entry.name!r}.")
+            entry = parse_record(FinishedStage, line, f"{out / LOG}, line {number}")
             self.entries[entry.name] = entry
 
     def resume(self) -> None:
@@ -71,24 +61,20 @@ class RunLog:
         for stage in plan:
             if stage.name not in self.entries:
                 continue
-            recorded = {**self.entries[stage.name].settings}
-            # An option of older versions; all stages are so now.
-            if recorded.get("noise_seeds") == 1:
-                del recorded["noise_seeds"]
+            recorded = self.entries[stage.name].settings
             for key, before, after in differences(recorded, stage.settings):
                 raise UserError(
                     f"{self.out} holds the stage {stage.name} with other settings ({key} was {before!r} and is now "
                     f"{after!r}); give a new folder, or --overwrite to replace the run."
                 )
 
-    def add(self, stage: Stage, timed: TimedOutcome) -> None:
+    def add(self, stage: Stage, outcome: Outcome) -> None:
         """Append a stage and its records; nothing for a stage that ran again because its product was missing.
 
         Training again on another machine gives other weights, which finished stages have not measured: warn then.
         """
-        facts = timed.outcome.facts
         if stage.name in self.entries:
-            if self.entries[stage.name].facts.get(WEIGHTS) != facts.get(WEIGHTS):
+            if self.entries[stage.name].facts.get(WEIGHTS) != outcome.facts.get(WEIGHTS):
                 print(
                     f"{stage.name} gave other weights than those that finished stages measured.",
                     file=sys.stderr,
@@ -96,21 +82,22 @@ class RunLog:
             return
         numbers = {}
         for kind, file in FILES.items():
-            lines = [record.line() for record in getattr(timed.outcome, kind)]
+            lines = [record.line() for record in getattr(outcome, kind)]
             append_lines(self.out / file, lines)
             if lines:
                 numbers[kind] = len(lines)
         entry = FinishedStage(
             name=stage.name,
-            seconds=round(timed.seconds, 3),
-            cpu_seconds=round(timed.cpu_seconds, 3),
+            kind=stage.kind,
+            seconds=outcome.seconds,
+            cpu_seconds=outcome.cpu_seconds,
             settings=stage.settings,
-            facts=facts,
+            facts=outcome.facts,
             lines=numbers,
             finished=now(),
             versions=library_versions(),
         )
-        append_lines(self.out / LOG, [entry.model_dump_json()])
+        append_lines(self.out / LOG, [entry.line()])
         self.entries[stage.name] = entry
 
 

@@ -12,17 +12,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-import numpy as np
 from pydantic import BaseModel
 from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from metatokens.analysis.analyses import ANALYSES
 from metatokens.checkpoint import fetch_model, load_base, load_model, save_model, weights_sha256
-from metatokens.data.tokenizer import load_tokenizer, meta_token_id
+from metatokens.data.tokenizer import load_tokenizer
 from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
 from metatokens.evaluation.accuracy import draw_test_examples, evaluate, shortcut_rates
@@ -39,7 +37,6 @@ from metatokens.paper.variants import (
     CountsByCondition,
     Preset,
     TrainedModel,
-    counts_of,
     finetune_recipe,
     lengths_tested,
     pretrain_recipe,
@@ -69,12 +66,14 @@ Tests = Mapping[int, Sequence[Example]]
 
 
 class Outcome(BaseModel):
-    """The records that a stage returns."""
+    """The records that a stage returns, and the time that it took."""
 
     results: list[Result] = []
     measurements: list[Measurement] = []
     curves: list[CurvePoint] = []
     facts: dict[str, Any] = {}  # for `run.json`
+    seconds: float = 0.0  # by the clock
+    cpu_seconds: float = 0.0  # of one core
 
 
 class Runner:
@@ -204,7 +203,7 @@ class Runner:
             folder,
             task=task,
             documents=self._documents(task),
-            draw=partial(self._train_examples, task, recipe),
+            draw=partial(_train_examples, self._tokenizer_folder, self.preset.corpus, task, recipe),
             progress=progress,
             probe=self._probing(model, task, recipe, probe_steps) if probe_steps else None,
         )
@@ -322,9 +321,6 @@ class Runner:
         """The first test examples of each length."""
         return {length: self._draw(task, condition, length, n) for length, n in counts.items()}
 
-    def _train_examples(self, task: str, recipe: FinetuneRecipe, phase: Phase) -> Sequence[Encoded]:
-        return _train_examples_of(self._tokenizer_folder, self.preset.corpus, task, recipe, phase)
-
     def _pretrained(self, model: TrainedModel) -> Outcome:
         folder = self.out / model.weights
         facts = {"parameters": _parameters(folder), WEIGHTS: weights_sha256(folder)}
@@ -362,10 +358,8 @@ class Runner:
         self, model: TrainedModel, task: str, recipe: FinetuneRecipe, steps: int
     ) -> Callable[[Any, Phase], Probe | None]:
         """The accuracy on some test prompts, measured while a model is trained up to its first train length."""
-        first, condition = recipe.task.train_lengths[0], recipe.task.condition
-        # As many as `evaluate` draws, so that a worker draws them once.
-        n = counts_of(self.preset, model, task)[condition][first]
-        tests = self._tests(task, condition, {first: n})[first][:PROBED]
+        first = recipe.task.train_lengths[0]
+        tests = self._draw(task, recipe.task.condition, first, PROBED)
 
         def probe(tuned: PreTrainedModel, phase: Phase) -> Probe | None:
             if phase.train_length != first:
@@ -382,25 +376,14 @@ class Runner:
     def _learning_curve(
         self, model: TrainedModel, task: str, recipe: FinetuneRecipe, folder: Path
     ) -> Iterator[CurvePoint]:
-        """The points of all phases; steps and tokens go on through the phases up to the first train length."""
-        steps, seen = 0, 0.0
+        """The points of all phases; steps go on through the phases up to the first train length."""
+        steps = 0
         for phase in recipe.phases():
             if phase.train_length != recipe.task.train_lengths[0]:
-                steps, seen = 0, 0.0
-            examples = self._train_examples(task, recipe, phase)
-            tokens = phase.settings.batch * self._text_tokens(examples)
+                steps = 0
             subject = model.subject(self.name, task=task, train_length=phase.train_length)
-            yield from _curve(folder / phase.name, subject, tokens, steps, seen)
-            steps_of_phase = _logged(folder / phase.name)[-1]["step"]
-            steps += steps_of_phase
-            seen += steps_of_phase * tokens
-
-    def _text_tokens(self, examples: Sequence[Encoded]) -> float:
-        """The mean number of text tokens of an example."""
-        marker = meta_token_id(self._tokenizer())
-        return fmean(
-            np.count_nonzero(np.asarray(example.input_ids) != marker) for example in examples
-        )
+            yield from _curve(folder / phase.name, subject, steps)
+            steps += _logged(folder / phase.name)[-1]["step"]
 
 
 # Cached, since a worker carries out the stages of several models, which read the same examples.
@@ -413,26 +396,19 @@ def _test_examples(
 
 
 @lru_cache(maxsize=4)
-def _train_examples_of(
+def _train_examples(
     tokenizer_folder: str, corpus: str, task: str, recipe: FinetuneRecipe, phase: Phase
 ) -> list[Encoded]:
     tokenizer, documents = load_tokenizer(tokenizer_folder), documents_for(task, corpus)
     return train_examples(recipe, train_source(recipe, task, tokenizer, documents), phase)
 
 
-def _curve(
-    folder: Path,
-    subject: About,
-    tokens_a_step: float | None = None,
-    steps: int = 0,
-    seen: float = 0.0,
-) -> Iterator[CurvePoint]:
-    """The loss and accuracy that a training logged, after `steps` and `seen` text tokens of earlier phases."""
+def _curve(folder: Path, subject: About, steps_before: int = 0) -> Iterator[CurvePoint]:
+    """The loss and accuracy that a training logged, after the steps of earlier phases."""
     for entry in _logged(folder):
         figures = {name: entry[name] for name in ("loss", "exact_match", "n") if name in entry}
         if figures:
-            tokens = None if tokens_a_step is None else round(seen + entry["step"] * tokens_a_step)
-            fields = subject.present_fields(step=steps + entry["step"], text_tokens=tokens)
+            fields = subject.present_fields(step=steps_before + entry["step"])
             yield CurvePoint(**fields, **figures)
 
 

@@ -16,8 +16,8 @@ Counts = dict[int, int]
 """Numbers of test prompts, by length in tokens."""
 CountsByCondition = dict[str, Counts]
 
-COMPARED = ("gpt2", "pause", "twin", "meta")  # each differs in one thing from the one before it
-# The paper's model, the baselines and the controls by name, with the differences in pretraining and architecture.
+# The paper's model, the baselines and the controls by name, with the differences in pretraining and architecture. Each
+# of the first four differs in one thing from the one before it.
 MODELS = {
     "gpt2": {
         "second_attention": "none",

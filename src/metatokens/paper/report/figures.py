@@ -38,6 +38,7 @@ from metatokens.paper.report.text import FORMS, PERCENT, Form, listed, number, o
 
 LOOKS = {
     "supported": ("#0072b2", ">"),
+    "reversed": ("#d55e00", "D"),
     "no lead": ("#d55e00", "<"),
     "contradicted": ("#d55e00", "X"),
     "within": (INK, "s"),
@@ -46,6 +47,7 @@ LOOKS = {
 LIMIT = 60.0  # points, where the plot of the claims ends
 ROW = 0.19  # inches a line of text
 _SHORT = 0.05  # of a proportion: what claims in points have as their smallest effect of interest
+_EXACT = {"low": math.nan, "high": math.nan}  # the ends of a figure without an interval
 _DRAWN_RATES = (0, 0.5, 1, 2, 4, 7, 10, 15, 20)  # nats
 _PAPERS_TABLES = {"list_recall": 7, "segment_counting": 8, "parity": 9, "copying": 10}
 _FLOORS = {
@@ -112,9 +114,9 @@ def by_length(tables: Tables) -> Figure:
     ours = tables.main_figures(train_length="*", length="*").dropna(subset=["length"])
     ours = trained_to(ours, ours.groupby("task")["train_length"].transform("max"))
     shortcuts = ours.drop_duplicates(["task", "length"]).dropna(subset=["shortcut"])
-    shortcuts = shortcuts.assign(model="best shortcut", value=shortcuts["shortcut"])
+    shortcuts = shortcuts.assign(model="best shortcut", value=shortcuts["shortcut"], **_EXACT)
     drawn = [ours, shortcuts]
-    if tables.inputs.preset:
+    if tables.inputs.is_grid:
         drawn += [_papers(ours, "meta", "rope"), _papers(ours, "gpt2", "learned")]
     across = 4 if len(tables.tasks) > 2 else 2
     return curves(
@@ -128,22 +130,21 @@ def _papers(ours: pd.DataFrame, model: str, positions: str) -> pd.DataFrame:
     fields = rows.assign(model=model, position_embedding=positions).to_dict("records")
     values = [paper_table(_PAPERS_TABLES[row["task"]]).at(**row) for row in fields]
     percent = np.array(values, dtype=float)
-    rows = rows.assign(model=f"the paper's {model}", value=percent / 100)
+    rows = rows.assign(model=f"the paper's {model}", value=percent / 100, **_EXACT)
     return rows.dropna(subset=["value"])
 
 
 def learning(tables: Tables) -> Figure:
     """Accuracy by training step on each task."""
-    points = [*learning_curves(tables.inputs.curves).values()]
-    accuracies = pd.concat([tables.inputs.curves[:0], *points])
-    return curves(
-        accuracies.assign(value=accuracies["exact_match"]), "step", xlabel="training step"
-    )
+    points = select(learning_curves(tables.inputs.curves), position_embedding="rope")
+    return curves(points, "step", xlabel="training step")
 
 
 def similarity(tables: Tables) -> Figure:
     """Figure 2, right: centred cosine with the text tokens before, by distance."""
-    cosines = tables.inputs.measured(metric="similarity_centred", marker="context")
+    cosines = tables.inputs.measured(
+        metric="similarity_centred", marker="context", position_embedding="rope"
+    )
     cosines = cosines[cosines["layer"] == cosines["layer"].max()]
     return curves(
         cosines.assign(subject=[words("subject", subject) for subject in cosines["subject"]]),
@@ -221,7 +222,7 @@ def claims(results: Sequence[ClaimResult]) -> Figure:
             _draw_claim(axes, measured, y)
     for verdict, (colour, marker) in LOOKS.items():
         axes.plot([], [], marker, color=colour, label=verdict)
-    figure.legend(loc="upper left", ncols=5, frameon=False, fontsize=SIZE, labelcolor=INK)
+    figure.legend(loc="upper left", ncols=len(LOOKS), frameon=False, fontsize=SIZE, labelcolor=INK)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(length=0, labelsize=SIZE, labelcolor=INK)
     axes.set_xlabel("difference that the claim predicts, in points", fontsize=SIZE, color=INK)

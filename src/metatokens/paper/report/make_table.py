@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.special import stdtrit
 
 from metatokens.paper.frame import select
 from metatokens.paper.report.text import (
@@ -27,7 +26,7 @@ from metatokens.paper.report.text import (
     order,
     words,
 )
-from metatokens.paper.rule import FEWEST_RUNS
+from metatokens.paper.rule import FEWEST_RUNS, Stratum, effect
 
 Fields = Mapping[str, Any]
 Selections = dict[str, Fields]
@@ -111,14 +110,11 @@ class Cell:
 
         Two runs have no interval (NaN).
         """
-        values = np.array([*self.runs.values()])
-        if len(values) == 1:
-            return (values[0], *self.ends)
-        mean = values.mean()
-        if len(values) < FEWEST_RUNS:
-            return mean, math.nan, math.nan
-        reach = stdtrit(len(values) - 1, 0.975) * values.std(ddof=1) / math.sqrt(len(values))
-        return mean, mean - reach, mean + reach
+        if len(self.runs) == 1:
+            [value] = self.runs.values()
+            return (value, *self.ends)
+        measured = effect([Stratum("", [self.runs])] if self.runs else [])
+        return measured.value, measured.low, measured.high
 
     def shown(self, form: Form, runs_of_others: int = 0) -> str:
         """`92.7 ± 2.6`; of one run `92.7 (90.1 to 94.6)`, of two `92.7 (90.9, 94.5)`; the number of runs in brackets,
@@ -137,16 +133,6 @@ class Cell:
         if len(self.runs) != 2 and len(self.runs) < runs_of_others:
             text += f" [{len(self.runs)}]"
         return text
-
-
-def pivot(
-    figures: pd.DataFrame, rows: Sequence[str], columns: Sequence[str], **options: Any
-) -> Table:
-    """The table of some figures, with a row and a column for each combination of values in these columns of the frame.
-
-    The other arguments are those of `make_table`.
-    """
-    return make_table(figures, labelled(figures, rows), labelled(figures, columns), **options)
 
 
 def labelled(figures: pd.DataFrame, keys: Sequence[str]) -> Selections:

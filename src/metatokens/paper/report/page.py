@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -23,11 +24,10 @@ from metatokens.files import write_whole
 from metatokens.looking.style import page_templates, png
 from metatokens.paper.claims import ClaimResult, claims, judge
 from metatokens.paper.frame import SPEEDS, Inputs, load
-from metatokens.paper.presets import PRESETS
 from metatokens.paper.report import covered, figures, overview
 from metatokens.paper.report.paper_numbers import paper_table
 from metatokens.paper.report.tables import Tables
-from metatokens.paper.report.text import CONTENT, duration, escape, number, words
+from metatokens.paper.report.text import CONTENT, escape, number, words
 
 SIGNATURE = "metatokens report"  # in every page; a page without it is never overwritten
 # The pages in Markdown, and the HTML that is made from each.
@@ -96,9 +96,8 @@ def _markdown(inputs: Inputs, out: Path, pictures: Pictures) -> dict[str, str]:
     environment.filters |= {
         "words": words,
         "number": number,
-        "duration": duration,
+        "duration": lambda seconds: timedelta(seconds=round(seconds)),
         "evidence": overview.evidence,
-        "markup": Markup,
         "markdown": lambda table: Markup(table.markdown()),
         "href": lambda page: Markup(quote_url(os.path.relpath(page, out))),
         "html": lambda text: Markup(html.escape(text, quote=False).replace("\n", "&#10;")),
@@ -136,24 +135,20 @@ def _picture(
 def _content(inputs: Inputs) -> dict[str, Any]:
     """The values that the template shows."""
     read = inputs.read
-    first_recipes = [lines[0].recipe for lines in (read.results, read.points) if lines]
-    preset = next(filter(None, first_recipes), "").partition("/")[0]
     models: dict[str, list[Any]] = {}
     for run in read.runs:
         for name, info in run.models.items():
             models.setdefault(re.sub(r"-seed\d+", "", name), []).append(info)
     dates = [line.created for line in read.results]
     dates += [run.finished or run.created for run in read.runs]
-    speeds = [timing for timing in read.timings if timing.benchmark in SPEEDS]
     return {
         "inputs": inputs,
         "runs": read.runs,
         "models": models,
         "created": max(filter(None, dates), default=""),
-        "preset": preset if preset in PRESETS else "",
         "covered": covered,
         "overview": overview,
-        "speeds": sorted(speeds, key=lambda timing: timing.benchmark),
+        "benchmarks": SPEEDS,
         "paper_table": paper_table,
     }
 
@@ -168,7 +163,7 @@ def _environment(**options: Any) -> Environment:
 
 
 class _Renderer(RendererHTML):
-    """Tables that scroll, headings with anchors, links between the pages, and pictures inside the page."""
+    """Tables that scroll, headings with anchors, and pictures inside the page."""
 
     def table_open(self, *_: Any) -> str:
         return '<div class="scroll" role="region" tabindex="0"><table>\n'
@@ -179,11 +174,6 @@ class _Renderer(RendererHTML):
     def heading_open(self, tokens: Sequence[Token], index: int, *_: Any) -> str:
         return f'<{tokens[index].tag} id="{_anchor(tokens[index + 1])}">'
 
-    def link_open(self, tokens: Sequence[Token], index: int, *rest: Any) -> str:
-        page = tokens[index].attrs["href"]
-        tokens[index].attrs["href"] = _PAGES.get(str(page), page)
-        return self.renderToken(tokens, index, *rest)
-
     def image(self, tokens: Sequence[Token], index: int, options: Any, pictures: Any) -> str:
         image = tokens[index]
         data = base64.b64encode(pictures[Path(str(image.attrs["src"])).stem]).decode()
@@ -193,6 +183,8 @@ class _Renderer(RendererHTML):
 
 def _html(markdown: str, pictures: Pictures) -> str:
     """A page of Markdown as HTML that needs nothing else."""
+    for linked, target in _PAGES.items():
+        markdown = markdown.replace(f"]({linked})", f"]({target})")
     parser = MarkdownIt("commonmark", {"html": True}, renderer_cls=_Renderer).enable("table")
     tokens = parser.parse(markdown)
     headings = [

@@ -9,7 +9,7 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
 from metatokens.paper.frame import Inputs
-from metatokens.paper.report.make_table import Fields, Table, pivot
+from metatokens.paper.report.make_table import Fields, Table, labelled, make_table
 from metatokens.paper.report.paper_numbers import paper_table
 from metatokens.paper.report.text import CONTENT, FORMS, PERCENT, ordered, words
 
@@ -96,10 +96,10 @@ class Tables:
             values = [paper_table(number).at(**fields) for number in layout.papers]
             return [f"paper {value:.1f}" for value in values if value is not None][:1]
 
-        return pivot(
+        return make_table(
             figures,
-            layout.rows,
-            layout.columns,
+            labelled(figures, layout.rows),
+            labelled(figures, layout.columns),
             title=title,
             form=FORMS[layout.form],
             below=below,

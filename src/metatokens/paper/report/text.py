@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from markupsafe import Markup
 
-from metatokens.paper.variants import COMPARED
+from metatokens.paper.variants import MODELS
 from metatokens.tasks import TASKS
 
 CONTENT: dict[str, Any] = yaml.safe_load(
@@ -21,7 +21,7 @@ WORDS: dict[str, Any] = CONTENT["words"]
 NOT_RUN = "\u2013"
 MINUS, PLUS_MINUS = "\u2212", "\u00b1"
 _WORDS_BY_VALUE = [words for words in WORDS.values() if isinstance(words, dict)]
-_ORDER = [*COMPARED, *TASKS, *chain.from_iterable(_WORDS_BY_VALUE)]
+_ORDER = [*MODELS, *TASKS, *chain.from_iterable(_WORDS_BY_VALUE)]
 
 
 @dataclass(frozen=True)
@@ -76,15 +76,6 @@ def order(value: Any) -> tuple[int, float, str]:
 def ordered(values: Iterable[Any]) -> list[Any]:
     """The different values, in order."""
     return sorted(set(values), key=order)
-
-
-def duration(seconds: float) -> str:
-    """A time as a reader sees it: `13 min 30 s`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
 def listed(items: Sequence[str], word: str = "and") -> str:
