@@ -49,7 +49,6 @@ INNER = Measurement(
     head=2,
     value=4.0,
     n=9,
-    quantiles=(0.1, 0.5, 2.0, 4.0, 6.0, 7.5, 7.9),
 )
 
 
@@ -84,7 +83,7 @@ def test_what_does_not_apply_is_left_out():
         (EXACT, "exact_match", "f1"),
         (EXACT, '"length":256', '"lengths":256'),
         (INNER, "attention_logit_change", "logit_change"),
-        (INNER, '"quantiles":[', '"quantiles":[0,'),
+        (INNER, '"layer":1', '"layer":"1"'),  # strict
     ],
 )
 def test_a_malformed_line_is_named(record, good, bad, tmp_path):

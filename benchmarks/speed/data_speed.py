@@ -30,7 +30,7 @@ from metatokens.recipe import FinetuneRecipe, load_recipe
 from metatokens.records import Measured
 from metatokens.tasks import TASKS
 from metatokens.tasks.curriculum import TaskData, documents_for, task_texts
-from metatokens.training.examples import ByLength, Collator, Epochs, train_source
+from metatokens.training.examples import Collator, by_length, train_source
 
 PAPER_EXAMPLES = {"train": 90_000, "test": 10_000}  # per task
 
@@ -132,7 +132,6 @@ def waiting_share(tokenizer: PreTrainedTokenizerBase, *, steps: int = 100, round
     batch = recipe.training.per_device_train_batch_size
     source = train_source(recipe, "list_recall", tokenizer, ())
     drawn = [source.train(index, 128).without_text() for index in range(steps * batch)]
-    examples = Epochs(drawn, length=steps * batch)
     config = MetaGPT2Config(
         hidden_size=64,
         num_hidden_layers=2,
@@ -148,7 +147,7 @@ def waiting_share(tokenizer: PreTrainedTokenizerBase, *, steps: int = 100, round
     torch.set_num_threads(1)
     shares = []
     for _ in range(rounds):
-        dataset: Any = ByLength(examples, batch=batch, seed=0)
+        dataset: Any = by_length(drawn, batch=batch, seed=0)
         waited, began = 0.0, time.process_time()
         batches = iter(DataLoader(dataset, batch_size=batch, collate_fn=collator))
         for _ in range(steps):

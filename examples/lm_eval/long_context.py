@@ -20,10 +20,10 @@ from string import ascii_uppercase
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from metatokens.data.prompts import SegmentEncoder
 from metatokens.errors import UserError
 from metatokens.recipe import Split
 from metatokens.tasks.content import stable_hash
-from metatokens.tasks.encoding import SegmentEncoder
 from metatokens.tasks.example import Example, encode_example
 from metatokens.tasks.inventory import INVENTORY
 

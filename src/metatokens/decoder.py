@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -116,54 +116,22 @@ def measure_cache_share(
         position = np.arange(len(ids))
         is_meta = ids == config.meta_token_id
         is_held = is_meta | (position < sinks) | (position >= len(ids) - window)
-        counts.append((len(ids), is_held.sum(), is_meta.sum()))
-    tokens, held, metas = np.sum(counts, axis=0).tolist()
-    held_by_full_heads = held if metas_alone else tokens
-    token = _bytes_of_a_token(model)
-    tokens_kept = (1 - token.full_share) * held + token.full_share * held_by_full_heads
-    size = token.forgetting * held + token.full * held_by_full_heads + token.meta_besides * metas
-    return {
-        "text_window": window or None,
-        "kv_kept": round(tokens_kept / tokens, 4),
-        "kv_bytes": round(size / len(counts)),
-    }
+        counts.append((len(ids), is_held.sum()))
+    tokens, held = np.sum(counts, axis=0).tolist()
+    full_share = 0.0 if metas_alone else _share_that_keeps_all_text(model)
+    share_kept = full_share + (1 - full_share) * held / tokens
+    return {"text_window": window or None, "kv_kept": round(share_kept, 4)}
 
 
-class _TokenBytes(NamedTuple):
-    """The bytes that a cache takes for a token.
-
-    Attributes:
-        forgetting: in blocks and heads that forget text, and in the notes on these.
-        full: in blocks and heads that keep all text, and in the notes on these.
-        full_share: the share of the keys and values that such blocks and heads have.
-        meta_besides: what a meta-token takes besides.
-    """
-
-    forgetting: int
-    full: int
-    full_share: float
-    meta_besides: int
-
-
-def _bytes_of_a_token(model: Any) -> _TokenBytes:
+def _share_that_keeps_all_text(model: Any) -> float:
+    """The share of the keys and values that blocks and heads without a window have."""
     one_meta_token = torch.tensor([[model.config.meta_token_id]], device=model.device)
-    cache = model.eval()(one_meta_token, use_cache=True)[CACHE]
-
-    sizes: Counter[tuple[bool, bool]] = Counter()  # by whether layers keep all text, and hold notes
-    meta_besides = 0
-    for layer in cache.layers:
-        kind = getattr(layer, "holds_everything", False), getattr(layer, "has_notes", False)
-        sizes[kind] += layer.keys.nbytes + layer.values.nbytes
-        second = getattr(layer, "second", None)
-        if second is not None:
-            meta_besides += second.keys.nbytes + second.values.nbytes
-    full, forgetting = sizes[True, False], sizes[False, False]
-    return _TokenBytes(
-        forgetting=forgetting + sizes[False, True],
-        full=full + sizes[True, True],
-        full_share=full / (full + forgetting),
-        meta_besides=meta_besides,
-    )
+    sizes: Counter[bool] = Counter()
+    for layer in model.eval()(one_meta_token, use_cache=True)[CACHE].layers:
+        if not getattr(layer, "has_notes", False):
+            keeps_all_text = getattr(layer, "holds_everything", False)
+            sizes[keeps_all_text] += layer.keys.nbytes + layer.values.nbytes
+    return sizes[True] / sizes.total()
 
 
 def left_padded(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:

@@ -347,7 +347,6 @@ class ShrinkTestSettings(_Settings):
     replies: AtLeastZero  # of the model itself to other requests
     choosing: Positive  # texts to choose full heads by
     cost_lengths: tuple[Positive, ...]
-    cost_rounds: Positive
 
 
 class ShrinkRecipe(_Settings):

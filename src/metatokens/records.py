@@ -13,9 +13,9 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, NonNegativeInt, ValidationError, model_validator
+from pydantic import BaseModel, NonNegativeInt, ValidationError, model_validator
 
 from metatokens.errors import UserError, broken_rule
 from metatokens.files import GZIP
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 MARKER = " _PAUSE_"  # means a meta-token in the prompt of a task or a record
 SEPARATOR = ", "  # between the names of a model and of its variant
-QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)  # of a measurement
 
 Metric = Literal["exact_match", "token_accuracy", "perplexity", "shortcut"]
 Analysis = Literal["sharpness", "residual", "rate_distortion"]
@@ -97,7 +96,6 @@ class About(Subject):
     text: str | None = (
         None  # for perplexity: held_out, book, or a corpus; of your own records: their file
     )
-    noise_seed: int | None = None  # of an intervention that draws noise
     seed: int = 0  # of the model's training
     recipe: str | None = None  # the preset, or preset/variant
 
@@ -116,14 +114,11 @@ class Measured(Record, allow_inf_nan=False):
 class Result(Subject, Measured):
     """An accuracy, a perplexity, or the share of prompts that a shortcut answers."""
 
-    noise_seed: int | None = None
     text: str | None = None  # as in `About`
     fraction: float | None = None  # for perplexity: k, where it is not the paper's 0.1
     text_window: int | None = None  # positions; null for a model that forgets no text
     # The share of tokens whose keys and values are kept: of prompts, blocks, or the documents of landmarks_alone.
     kv_kept: float | None = None
-    # The mean size of what is kept, meta-attention's own keys and values included.
-    kv_bytes: int | None = None
     metric: Metric
     value: float | None = None  # proportions in [0, 1]; null where the model cannot be run
     # Examples (accuracies) or scored tokens (token_accuracy, perplexity).
@@ -188,10 +183,6 @@ class Measurement(Subject, Measured, strict=True):
     n: NonNegativeInt  # the number of values averaged
     low: float | None = None  # 95 % interval of the mean, over examples
     high: float | None = None
-    quantiles: (
-        Annotated[tuple[float, ...], Field(min_length=len(QUANTILES), max_length=len(QUANTILES))]
-        | None
-    ) = None
 
 
 class ExampleRecord(Record, strict=True):

@@ -16,11 +16,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from metatokens.data.prompts import encode_chat, encode_prompt
+from metatokens.data.prompts import SegmentEncoder, encode_chat, encode_prompt
 from metatokens.data.tokenizer import decode_continuation, load_tokenizer
 from metatokens.data.writing import write_token_store
 from metatokens.evaluation.perplexity import held_out_text
-from metatokens.tasks.encoding import SegmentEncoder
 from metatokens.tasks.example import encode_example
 from tests.data.small_corpora import write_corpus
 

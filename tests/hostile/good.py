@@ -62,7 +62,6 @@ def run_folder() -> Files:
         module="attention",
         layer=0,
         keys="near",
-        quantiles=[0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6],
     )
     return {
         "results.jsonl": lines_of(results),

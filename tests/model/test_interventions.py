@@ -51,21 +51,25 @@ def logits_with(
 )
 def test_names(name: str, intervention: Intervention) -> None:
     assert Intervention.parse(name) == intervention
-    assert str(intervention) == name
 
 
 @pytest.mark.parametrize(
-    "name", ["", "full", "no_pos:meta", "noise", "noise:-1", "noise:inf", "noise:1:raw:meta"]
+    "name",
+    [
+        "",
+        "full",
+        "no_pos:meta",
+        "noise",
+        "noise:-1",
+        "noise:inf",
+        "noise:1e999",
+        "noise:1:raw:meta",
+    ],
 )
 def test_other_names_are_refused(name: str) -> None:
     allowed = r"no_pos, no_embed, neither, noise:S\[:meta\]\[:raw\] with S at least 0\.$"
     with pytest.raises(UserError, match=f"^no intervention '{name}'; allowed are {allowed}"):
         Intervention.parse(name)
-
-
-def test_another_kind_is_refused() -> None:
-    with pytest.raises(UserError, match="no intervention 'no_position'; allowed are no_pos"):
-        Intervention("no_position")
 
 
 # --- what they do

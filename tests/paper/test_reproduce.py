@@ -336,10 +336,8 @@ def test_every_kind_of_stage(wide):
         "book",
     }
 
-    draws_of_noise = [(line.noise_seed, line.n) for line in by_change["noise:1"]]
-    assert draws_of_noise == [(0, 4)]
-    draws_without_noise = [(line.noise_seed, line.n) for line in by_change["no_pos"]]
-    assert draws_without_noise == [(None, 4)]
+    assert [line.n for line in by_change["noise:1"]] == [4]
+    assert [line.n for line in by_change["no_pos"]] == [4]
 
     through_landmarks = by_change["landmarks_alone"]
     recipes = sorted(line.recipe for line in through_landmarks)
@@ -348,7 +346,6 @@ def test_every_kind_of_stage(wide):
     assert interventions == ["landmarks_alone"]
     for line in through_landmarks:
         assert 0 < line.kv_kept < 0.5
-        assert line.kv_bytes
 
     [shown] = (example for example in inputs.read.examples if example.task == "parity")
     answered = [line for line in results if line.answer is not None]

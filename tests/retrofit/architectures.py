@@ -22,7 +22,7 @@ from metatokens import add_meta_attention, load_meta, save_meta, set_text_window
 from metatokens.decoder import logits_at
 from metatokens.errors import UserError
 from metatokens.retrofit.layers import MetaModule
-from metatokens.training.batches import WithLogitsToKeep
+from metatokens.training.batches import with_logits_to_keep
 from tests.checkpointing import checkpoint_activations, keep_activations
 from tests.gradients import far
 from tests.model.agreement import gradients_of
@@ -368,7 +368,7 @@ def scored_columns_error(name: str) -> float:
     labels = ids.clone()
     labels[:, :9], labels[0, 12:], labels[1, :14] = -100, -100, -100
     in_full = {"input_ids": ids, "labels": labels}
-    at_labels = WithLogitsToKeep(lambda items: in_full)([])
+    at_labels = with_logits_to_keep(in_full)
     losses, gradients = [], []
     for batch in (in_full, at_labels):
         model.zero_grad()

@@ -27,7 +27,7 @@ from tests.shrink.small import BLOCKS, HEAD_SIZE, KEY_HEADS, LONGEST, write_docu
 RECIPE = f"""
 cache: {{length: 128}}
 mixture: {{tokens: 256, longest: 256, replies: 4}}
-tests: {{texts: {{{LONGEST}: 2}}, excerpts: 3, replies: 2, choosing: 1, cost_lengths: [200], cost_rounds: 1}}
+tests: {{texts: {{{LONGEST}: 2}}, excerpts: 3, replies: 2, choosing: 1, cost_lengths: [200]}}
 training: {{max_steps: 3, save_steps: 1, warmup_steps: 1, learning_rate: 0.01, lora_rank: 2,
   per_device_train_batch_size: 1}}
 """

@@ -14,7 +14,7 @@ from metatokens.model.generation import READ_AT_ONCE
 from metatokens.records import pack_hits
 from metatokens.retrofit.text_window import apply_text_window, text_window_of
 from metatokens.shrink import measuring
-from metatokens.shrink.answering import answer_logits, read
+from metatokens.shrink.answering import answer_logits
 from metatokens.shrink.choosing import HeadLoss, loss_without, most_needed
 from metatokens.shrink.cost import NEW, costs
 from metatokens.shrink.sizes import SINKS
@@ -97,13 +97,9 @@ def drawn(lookups, seed, length):
 def test_an_answer_after_a_cache_is_that_of_one_pass(case, lookups):
     asked = drawn(lookups, 0, LENGTH)
 
-    cache = read(case.model, case.read_as(asked.text))
-
     questions = 2 * asked.questions
-    answer_logits(case.model, cache, questions, case.landmarks)  # the cache stays as it is
-    of_questions = answer_logits(
-        case.model, cache, questions, case.landmarks, start=len(asked.text)
-    )
+    text = case.read_as(asked.text)
+    of_questions = answer_logits(case.model, text, questions, case.landmarks, start=len(asked.text))
     for question, logits in zip(questions, of_questions, strict=True):
         expected = case.expected_logits(asked.text, question)
         is_finite = expected.isfinite()  # meta-tokens are never predicted
@@ -209,7 +205,7 @@ def test_the_bytes_of_a_cache(model, text):
     per_position = 2 * KEY_HEADS * HEAD_SIZE * 4  # keys and values in float32, of a block
     of_full_block = per_position * (300 + NEW)
 
-    full, small = costs(model, text.held_out.ids, 300, rounds=1)
+    full, small = costs(model, text.held_out.ids, 300)
 
     assert text_window_of(model.config) == before
     assert (full.cache, full.length, full.cache_bytes) == ("full", 300, BLOCKS * of_full_block)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from metatokens.tasks.example import Example
-from metatokens.training.examples import ByLength, Collator, Epochs
+from metatokens.training.examples import Collator, by_length, in_epochs
 
 META, END = 9, 0
 
@@ -41,8 +41,8 @@ def test_the_loss_is_on_the_answer_and_its_end() -> None:
 
 def orders(seed: int | None) -> list[list[int]]:
     """The orders of twenty examples in three epochs."""
-    dataset = Epochs([example([number], [1]) for number in range(20)], seed=seed, length=60)
-    order = [dataset[index].input_ids[0] for index in range(len(dataset))]
+    examples = in_epochs([example([number], [1]) for number in range(20)], seed=seed, length=60)
+    order = [example.input_ids[0] for example in examples]
     return [order[:20], order[20:40], order[40:]]
 
 
@@ -65,13 +65,12 @@ def test_batches_hold_every_example_once_and_similar_lengths_together(count: int
     draw = np.random.default_rng(0)
     prompts, completions = draw.integers(1, 500, size=(2, count)).tolist()
     examples = [example([5] * prompts[i], [7] * completions[i]) for i in range(count)]
-    dataset = ByLength(examples, batch=2, seed=0)
-    read = [dataset[index] for index in range(count)]
+    read = by_length(examples, batch=2, seed=0)
     assert Counter(map(id, read)) == Counter(map(id, examples))
     for start in range(0, count, 32):  # a window of 16 batches
         window = slice(start, start + 32)
-        by_length = sorted(len(row.input_ids) for row in examples[window])
+        lengths = sorted(len(row.input_ids) for row in examples[window])
         order = [len(row.input_ids) for row in read[window]]
-        batches, sorted_batches = pairs_of(order), pairs_of(by_length)
+        batches, sorted_batches = pairs_of(order), pairs_of(lengths)
         assert sorted(batches) == sorted_batches
         assert len(batches) < 3 or batches != sorted_batches

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from metatokens.training import muon
 from metatokens.training.bracket_loss import bracket_loss
 from metatokens.training.finetune import finetune
-from metatokens.training.muon import MuonWithAdamW, block_matrices
+from metatokens.training.muon import MuonWithAdamW, block_matrices, inputs_first
 from metatokens.training.trainer import MetaTokenTrainer
 from tests.training.conftest import Finetuning, Models, TrainerOf, cosine_decay
 
@@ -66,6 +67,21 @@ def test_two_steps_of_a_matrix_are_those_of_the_paper(
         np.testing.assert_allclose(buffer, momentum, rtol=1e-12)
 
 
+def test_a_matrix_of_gpt2_that_has_its_inputs_first_steps_as_its_transpose() -> None:
+    stored = Conv1D(12, 4)  # 4 inputs, 12 outputs
+    plain = torch.nn.Linear(4, 12)
+    with torch.no_grad():
+        plain.weight.copy_(stored.weight.T)
+    gradient = torch.randn(4, 12, generator=torch.Generator().manual_seed(0))
+    for layer, of_layer in ((stored, gradient), (plain, gradient.T)):
+        adamw = torch.optim.AdamW([layer.weight], lr=0.004)
+        layer.weight.grad = of_layer.clone()
+        first = inputs_first(torch.nn.Sequential(layer))
+        MuonWithAdamW([layer.weight], adamw, 0.02, inputs_first=first).step()
+
+    torch.testing.assert_close(stored.weight.T, plain.weight)
+
+
 def test_the_other_parameters_are_adamws() -> None:
     matrix = torch.nn.Parameter(torch.ones(2, 2))
     vector = torch.nn.Parameter(torch.ones(3))
@@ -112,7 +128,7 @@ def test_embeddings_biases_and_norms_are_adamws(trainer: MetaTokenTrainer) -> No
 
 
 # Their lists of blocks have other names.
-@pytest.mark.parametrize("kind", ["bloom", "gpt_neox", "llama", "mpt"])
+@pytest.mark.parametrize("kind", ["bloom", "gpt2", "gpt_neox", "llama", "mpt"])
 def test_the_blocks_of_any_decoder_are_found(kind: str) -> None:
     config = AutoConfig.for_model(
         kind,

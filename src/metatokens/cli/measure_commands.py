@@ -110,7 +110,7 @@ def evaluate(
         task=task,
         text=None if data is None else str(data),
         condition=condition or landmarks,
-        **({} if change is None else change.fields),
+        intervention=None if change is None else intervention,
         **training_of(model),
     )
     with intervene(loaded, change):
@@ -197,19 +197,14 @@ def analyze(
     """
     from metatokens.analysis.analyses import ANALYSES
     from metatokens.data.tokenizer import check_meta_token
-    from metatokens.evaluation.accuracy import draw_test_examples
     from metatokens.records import About
-    from metatokens.tasks.curriculum import documents_for
     from metatokens.training.run_folder import training_of
 
     check_results_file(out)
     loaded, tokenizer = options.load(model)
     check_meta_token(loaded.config, tokenizer, model)
     count = n or (DEFAULT_PROMPTS if kind == "rate-distortion" else 100)
-    documents = documents_for(task, options.BUILTIN)
-    examples = draw_test_examples(
-        task, length, count, tokenizer, condition="paper", documents=documents
-    )
+    examples = _test_sets(task, [length], "paper", count, tokenizer)[length]
     subject = About(
         model=str(model), task=task, condition="paper", length=length, **training_of(model)
     )

@@ -92,18 +92,18 @@ def corpus_parts(spec: str) -> list[Part]:
         with _reading(spec):
             count = _open_dataset(spec).num_shards
         return [Part(number=number, of=count) for number in range(count)]
-    files_by_start: dict[int, list[str]] = defaultdict(list)
-    states: dict[str, tuple[int, int]] = {}
+    files_by_start: dict[int, list[tuple[str, tuple[int, int]]]] = defaultdict(list)
     start = 0
     for file in files_of(spec):
-        files_by_start[start // PART_BYTES].append(file)
         status = Path(file).stat()
-        states[file] = status.st_size, status.st_mtime_ns
+        state = status.st_size, status.st_mtime_ns
+        files_by_start[start // PART_BYTES].append((file, state))
         start += status.st_size
-    return [
-        Part(tuple(files), tuple(states[file] for file in files))
-        for files in files_by_start.values()
-    ]
+    parts = []
+    for files in files_by_start.values():
+        names, states = zip(*files, strict=True)
+        parts.append(Part(names, states))
+    return parts
 
 
 def read_part(spec: str, part: Part) -> Iterator[str]:

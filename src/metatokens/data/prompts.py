@@ -16,7 +16,6 @@ from metatokens.data.tokenizer import (
     beginning_of,
     control_texts,
     encode_text,
-    encode_with_control,
     meta_token_id,
 )
 from metatokens.errors import UserError
@@ -56,13 +55,37 @@ def encode_prompt(
     Raises:
         UserError: if the marker is empty, there is none at one of the offsets, or the rule does not fit the tokenizer.
     """
-
-    def encode(segment: str, continues: bool) -> list[int]:
-        return encode_text(tokenizer, [segment], continues=continues)[0]
-
     segments = _split(text, markers) if isinstance(markers, str) else split_at(text, markers)
-    prompt = [*beginning_of(tokenizer), *join_segments(segments, encode, meta_token_id(tokenizer))]
-    return prompt if landmarks is None else Landmarks(tokenizer, landmarks).insert_into(prompt)
+    return SegmentEncoder(tokenizer, landmarks).encode_prompt(segments)
+
+
+class SegmentEncoder:
+    """Encodes prompts segment by segment, with a meta-token at each join, and completions.
+
+    Args:
+        tokenizer: any tokenizer with a meta-token.
+        landmarks: a rule that puts landmarks into prompts, see `Landmarks`.
+
+    Raises:
+        UserError: if the tokenizer has no meta-token, or the rule does not fit it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, landmarks: str | None = None):
+        self.tokenizer = tokenizer
+        self._landmarks = None if landmarks is None else Landmarks(tokenizer, landmarks)
+        self.beginning = beginning_of(tokenizer)
+        self.meta_token_id: int = meta_token_id(tokenizer)
+        self.eos_token_id: int = tokenizer.eos_token_id
+
+    def encode_text(self, text: str, continues: bool) -> list[int]:
+        """The ids of one text, which may continue another; what looks like a special token is text."""
+        [ids] = encode_text(self.tokenizer, [text], continues=continues)
+        return ids
+
+    def encode_prompt(self, segments: Sequence[str]) -> list[int]:
+        """The ids of the segments with a meta-token at each join, after those that the tokenizer puts before a text."""
+        ids = self.beginning + join_segments(segments, self.encode_text, self.meta_token_id)
+        return ids if self._landmarks is None else self._landmarks.insert_into(ids)
 
 
 def join_segments(
@@ -100,10 +123,9 @@ def encode_chat(
     def encode(segment: str, continues: bool) -> list[int]:
         ids: list[int] = []
         for part in in_messages.split(segment):
-            if in_messages.fullmatch(part):
-                ids += encode_text(tokenizer, [part.replace(_BREAK, "")], continues=continues)[0]
-            else:
-                ids += encode_with_control(tokenizer, part, continues=continues)
+            is_text = in_messages.fullmatch(part) is not None
+            texts = [part.replace(_BREAK, "") if is_text else part]
+            ids += encode_text(tokenizer, texts, continues=continues, with_control=not is_text)[0]
             continues = continues or bool(part)
         return ids
 
@@ -120,15 +142,11 @@ def without_control(
     A noncharacter is put into each text of a control token; `encode_chat` takes it out.
     """
     control = _control(tokenizer)
-    safe_messages: list[dict[str, Any]] = []
-    for message in messages:
-        texts = {
-            key: _without(control, value)
-            for key, value in message.items()
-            if isinstance(value, str)
-        }
-        safe_messages.append(message | texts)
-    return safe_messages
+
+    def safe(value: Any) -> Any:
+        return _without(control, value) if isinstance(value, str) else value
+
+    return [{key: safe(value) for key, value in message.items()} for message in messages]
 
 
 def _control(tokenizer: PreTrainedTokenizerBase) -> list[str]:

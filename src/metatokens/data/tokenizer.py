@@ -82,32 +82,21 @@ def shares_its_id(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def encode_text(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, continues: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    *,
+    continues: bool = False,
+    with_control: bool = False,
 ) -> list[list[int]]:
     """The ids of each text; special tokens are neither recognised nor added.
 
-    Tokenizers like Llama 2's put a space before a text. They put none before a text that `continues` another.
+    Tokenizers like Llama 2's put a space before a text. They put none before a text that `continues` another. In a text
+    `with_control`, all control tokens are recognised except for the meta-token, which the tokenizer must have.
 
     Raises:
         UserError: if a text has a lone surrogate, which UTF-8 cannot encode.
     """
-    return _encode(tokenizer, texts, continues, in_chat=False)
-
-
-def encode_with_control(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, continues: bool
-) -> list[int]:
-    """The ids of a text in which all control tokens are recognised except for the meta-token.
-
-    The tokenizer must have a meta-token. `continues` and errors are as in `encode_text`.
-    """
-    return _encode(tokenizer, [text], continues, in_chat=True)[0]
-
-
-def _encode(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], continues: bool, *, in_chat: bool
-) -> list[list[int]]:
-    backend = _copy_of_backend(tokenizer, len(tokenizer), continues, in_chat)
+    backend = _copy_of_backend(tokenizer, len(tokenizer), continues, with_control)
     try:
         encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
     except TypeError as error:

@@ -140,7 +140,7 @@ class LayerWithRoom(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append new entries, (batch, heads, new, head size), and return all of them."""
-        if not self.is_initialized or key_states.requires_grad:
+        if not self.is_initialized or key_states.requires_grad or not self._takes(key_states):
             return super().update(key_states, value_states, *args, **kwargs)
         length = self.keys.shape[2]
         total = length + key_states.shape[2]
@@ -160,6 +160,10 @@ class LayerWithRoom(DynamicLayer):
         """Crop as transformers does. What was dropped may be in tensors that a caller holds, and stays as it is."""
         super().crop(*args, **kwargs)
         self._room = None
+
+    def _takes(self, key_states: Tensor) -> bool:
+        """Whether new keys are of the batch and type of the others; assigning them would broadcast and convert."""
+        return len(key_states) == len(self.keys) and key_states.dtype == self.keys.dtype
 
     def _has_room(self, total: int) -> bool:
         """Whether the room holds the current entries, and so many more that they are this many in total."""

@@ -6,9 +6,9 @@ loops of transformers (greedy, sampling, beam search) only see text tokens; the 
 of a step are prepared.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -22,6 +22,7 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 from transformers.generation import GenerationMode
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from metatokens.errors import UserError
 from metatokens.model.configuration import never_generated
@@ -34,6 +35,7 @@ from metatokens.model.positions import (
 from metatokens.model.releases import (
     CACHE,
     PEFTS_CACHE,
+    SPLITS_LATER_TURNS,
     cache_among,
     with_cache_renamed,
 )
@@ -56,35 +58,6 @@ class SuppressMetaToken(SuppressTokensLogitsProcessor):
     """Suppress tokens, in continuous batching too."""
 
     supports_continuous_batching = True
-
-
-class Interleaved(NamedTuple):
-    """A batch of text with inserted meta-tokens, which are at the same indices in all rows.
-
-    Attributes:
-        ids: (batch, length).
-        mask: (batch, length); a meta-token that is inserted behind padding is padding.
-        text_before: for each inserted meta-token, the number of text tokens in front of it.
-        text_indices: (length,), for each token the last text token up to it.
-    """
-
-    ids: Tensor
-    mask: Tensor
-    text_before: list[int]
-    text_indices: Tensor
-
-    @classmethod
-    def of(
-        cls, text: Tensor, mask: Tensor, text_before: list[int], meta_token_id: int
-    ) -> "Interleaved":
-        """Insert a meta-token behind each of these numbers of text tokens, ascending."""
-        meta_indices = [count + earlier for earlier, count in enumerate(text_before)]
-        length = text.shape[1] + len(meta_indices)
-        is_meta = torch.zeros(length, dtype=torch.bool, device=text.device)
-        is_meta[meta_indices] = True
-        text_indices = (~is_meta).cumsum(0) - 1
-        ids = text[:, text_indices].masked_fill(is_meta, meta_token_id)
-        return cls(ids, mask[:, text_indices], text_before, text_indices)
 
 
 class MetaTokenGenerationMixin(GenerationMixin):
@@ -227,14 +200,46 @@ class MetaTokenGenerationMixin(GenerationMixin):
             **kwargs: further inputs of the model.
         """
         cache = cache_among({"cache": cache, "past_key_values": past_key_values})
-        if insert_every is not None:
-            mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-            first = prompt_length + insert_every
-            text_before = [*range(first, input_ids.shape[1] + 1, insert_every)]
-            sequence = Interleaved.of(input_ids, mask, text_before, self.config.meta_token_id)
-            return self._inputs_of(sequence, cache, kwargs)
-        further = {CACHE: cache, "inputs_embeds": inputs_embeds}
-        return self._prepared_inputs(input_ids, attention_mask, kwargs | further)
+        if insert_every is None:
+            inputs = kwargs | {CACHE: cache, "inputs_embeds": inputs_embeds}
+            return self._prepared_inputs(input_ids, attention_mask, inputs)
+
+        first = prompt_length + insert_every
+        # For each inserted meta-token, the number of text tokens in front of it.
+        text_before = [*range(first, input_ids.shape[1] + 1, insert_every)]
+        cached = 0
+        if cache is not None:
+            cache.inserted = text_before
+            cached = int(cache.get_seq_length())
+        length = input_ids.shape[1] + len(text_before)
+        if cached >= length:
+            raise UserError(
+                "the cache holds more tokens than the sequence has: give the whole sequence as input_ids. Meta-tokens "
+                "cannot be inserted after learned prompts, which have no ids."
+            )
+        is_meta = torch.zeros(length, dtype=torch.bool, device=input_ids.device)
+        is_meta[[count + earlier for earlier, count in enumerate(text_before)]] = True
+        text_indices = (~is_meta).cumsum(0) - 1  # of the last text token up to each token
+        ids = input_ids[:, text_indices].masked_fill(is_meta, self.config.meta_token_id)
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        mask = mask[:, text_indices]  # a meta-token that is inserted behind padding is padding
+        positions = position_ids_from_mask(mask)
+        axes = kwargs.get("position_ids")
+        if axes is not None and axes.ndim == 3:
+            # Of a multimodal model; a meta-token moves all axes by one.
+            positions = axes[..., text_indices] + is_meta.cumsum(0)
+        unread = {
+            CACHE: cache,
+            "position_ids": positions[..., cached:].clone(memory_format=torch.contiguous_format),
+            "next_sequence_length": length - cached,
+        }
+        step = self._prepared_inputs(ids, mask, kwargs | unread)
+        if cached and step[PEFTS_CACHE] is not cache:
+            raise UserError(
+                "this base drops its cache at a length where its positions change, and meta-tokens cannot be inserted "
+                "into text that is read again."
+            )
+        return step
 
     def _prepared_inputs(
         self, input_ids: Tensor, mask: Tensor | None, inputs: dict[str, Any]
@@ -250,49 +255,6 @@ class MetaTokenGenerationMixin(GenerationMixin):
             step["attention_mask"] = mask
         return step
 
-    def _inputs_of(
-        self, sequence: Interleaved, cache: Any, inputs: dict[str, Any]
-    ) -> dict[str, Any]:
-        """The inputs of one step with inserted meta-tokens; the cache is told of them.
-
-        Args:
-            sequence: the whole sequence.
-            cache: what was read of the sequence.
-            inputs: further inputs of the model.
-        """
-        length = sequence.ids.shape[1]
-        cached = 0
-        if cache is not None:
-            cache.inserted = sequence.text_before
-            cached = int(cache.get_seq_length())
-        if cached >= length:
-            raise UserError(
-                "the cache holds more tokens than the sequence has: give the whole sequence as input_ids. Meta-tokens "
-                "cannot be inserted after learned prompts, which have no ids."
-            )
-        positions = self._positions_of(sequence, inputs.get("position_ids"))
-        unread = {
-            CACHE: cache,
-            "position_ids": positions[..., cached:].clone(memory_format=torch.contiguous_format),
-            "next_sequence_length": length - cached,
-        }
-        step = self._prepared_inputs(sequence.ids, sequence.mask, inputs | unread)
-        if cached and step[PEFTS_CACHE] is not cache:
-            raise UserError(
-                "this base drops its cache at a length where its positions change, and meta-tokens cannot be inserted "
-                "into text that is read again."
-            )
-        return step
-
-    def _positions_of(self, sequence: Interleaved, axes: Tensor | None) -> Tensor:
-        """The positions of a sequence; of a multimodal model (3, batch, length), from those of its text, `axes`."""
-        positions = position_ids_from_mask(sequence.mask)
-        if axes is None or axes.ndim != 3:
-            return positions
-        text_indices = sequence.text_indices
-        earlier_meta_tokens = torch.arange(len(text_indices), device=axes.device) - text_indices
-        return axes[..., text_indices] + earlier_meta_tokens  # a meta-token moves all axes by one
-
     def _prefill(
         self,
         input_ids: Tensor,
@@ -305,21 +267,10 @@ class MetaTokenGenerationMixin(GenerationMixin):
         No meta-token is inserted into a prompt, so its chunks are read without the arguments of this class.
         """
         generation_config = copy(generation_config)
-        chunk_size = self._chunk_size(generation_config, model_kwargs)
-        generation_config.prefill_chunk_size = chunk_size
-        if chunk_size is None:
-            return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
-        model_kwargs = _without_step_arguments(model_kwargs)
-        cache = model_kwargs.get(CACHE)
-        if cache is None or not int(cache.get_seq_length()):
-            return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
-        # Not all releases of transformers split what follows a filled cache.
-        generation_config.prefill_chunk_size = None
-        for chunk, inputs in _chunks_of_turn(
-            input_ids, chunk_size, generation_config, model_kwargs
-        ):
-            output = super()._prefill(chunk, generation_config, inputs, is_first_iteration)
-        return output
+        generation_config.prefill_chunk_size = self._chunk_size(generation_config, model_kwargs)
+        if generation_config.prefill_chunk_size is not None:
+            model_kwargs = _without_step_arguments(model_kwargs)
+        return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
 
     def _chunk_size(
         self, generation_config: GenerationConfig, inputs: Mapping[str, Any]
@@ -327,15 +278,23 @@ class MetaTokenGenerationMixin(GenerationMixin):
         """The tokens of a prompt that are read at once; None: all.
 
         Chunks would not give the same where the hidden states or the weights of the whole prompt are to be returned,
-        and where the rotary frequencies depend on the length of the text. transformers does not split embeddings, and
-        PEFT's learned prompts are put in front of the ids by the step that reads them all.
+        and where the rotary frequencies depend on the length of the text. transformers does not split embeddings and
+        images, and older releases do not split what follows a filled cache. PEFT's learned prompts are put in front
+        of the ids by the step that reads them all.
         """
-        is_embedded = inputs.get("inputs_embeds") is not None
-        returns_all = generation_config.output_hidden_states or generation_config.output_attentions
-        reads_whole = is_embedded or returns_all or rotates_by_length(self.config)
-        if reads_whole or self._has_learned_prompt():
+        cache = inputs.get(CACHE)
+        is_later_turn = cache is not None and int(cache.get_seq_length()) > 0
+        unsplit = ("inputs_embeds", *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
+        if (
+            generation_config.output_hidden_states
+            or generation_config.output_attentions
+            or rotates_by_length(self.config)
+            or self._has_learned_prompt()
+            or any(inputs.get(name) is not None for name in unsplit)
+            or (is_later_turn and not SPLITS_LATER_TURNS)
+        ):
             return None
-        forgets = self.config.text_window is not None and inputs.get(CACHE) is not None
+        forgets = self.config.text_window is not None and cache is not None
         return generation_config.prefill_chunk_size or (READ_AT_ONCE if forgets else None)
 
     def _has_learned_prompt(self) -> bool:
@@ -378,34 +337,6 @@ class MetaTokenGenerationMixin(GenerationMixin):
             raise UserError(
                 "learned prompts of PEFT need a cache: call generate() with use_cache=True."
             )
-
-
-def _chunks_of_turn(
-    input_ids: Tensor, size: int, generation_config: GenerationConfig, inputs: dict[str, Any]
-) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """The ids that a filled cache does not hold, in chunks, and the other inputs up to the end of each.
-
-    Args:
-        input_ids: the whole sequence, (batch, length), or only what is new; then the mask is longer.
-        size: tokens of a chunk.
-        generation_config: holds the length of a mask that hides nothing, which transformers drops.
-        inputs: of the whole sequence.
-    """
-    cached, mask = int(inputs[CACHE].get_seq_length()), inputs.get("attention_mask")
-    dropped_columns = getattr(generation_config, "_mask_length", input_ids.shape[1])
-    columns = dropped_columns if mask is None else mask.shape[1]
-    if mask is None:
-        mask = input_ids.new_ones((len(input_ids), columns))
-    unread = input_ids[:, cached:] if columns == input_ids.shape[1] else input_ids
-    positions = inputs.get("position_ids")
-    start = cached
-    for chunk in unread.split(size, dim=1):
-        end = start + chunk.shape[1]
-        up_to_end: dict[str, Any] = {"attention_mask": mask[:, :end]}
-        if positions is not None:
-            up_to_end["position_ids"] = positions[..., start:end]
-        yield chunk, inputs | up_to_end
-        start = end
 
 
 def _without_step_arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,11 +10,12 @@ The paper does not define them for rotary positions, and gives no unit for the n
 done here.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,17 +27,17 @@ from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.positions import Rotary
 from metatokens.model.wrappers import unwrapped
 
-_NAME = re.compile(r"(no_pos|no_embed|neither)|(noise):(\d+(?:\.\d+)?(?:e-?\d+)?)(:meta)?(:raw)?")
-
-KINDS = ("no_pos", "no_embed", "neither", "noise")
+_NAME = re.compile(
+    r"(no_pos|no_embed|neither)|(noise):(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(:meta)?(:raw)?"
+)
 
 
 @dataclass(frozen=True)
 class Intervention:
-    """A change to the model's input; `str()` gives the name that `parse` reads.
+    """A change to the model's input.
 
     Attributes:
-        kind: what changes, one of `KINDS`; any other is a UserError.
+        kind: what changes.
             `no_pos`: a meta-token has no position. Learned: p_t = 0. Rotary: its query and key are not rotated, in
             either attention, as if its position were 0; YaRN's scale of the rotation, which is no position, stays.
             `no_embed`: the embedding of a meta-token is 0; its position stays, and so does its row of the head, tied to
@@ -51,14 +52,10 @@ class Intervention:
             its own noise, in radians.
     """
 
-    kind: str
+    kind: Literal["no_pos", "no_embed", "neither", "noise"]
     scale: float = 0.0
     meta_only: bool = True
     raw: bool = False
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise UserError(f"no intervention {self.kind!r}; allowed are {', '.join(KINDS)}.")
 
     @classmethod
     def parse(cls, name: str) -> "Intervention":
@@ -67,8 +64,8 @@ class Intervention:
         Raises:
             UserError: if there is none of that name.
         """
-        parts = _NAME.fullmatch(name)
-        if parts is None:
+        parts: Any = _NAME.fullmatch(name)
+        if parts is None or not math.isfinite(float(parts[3] or 0)):
             raise UserError(
                 f"no intervention {name!r}; allowed are no_pos, no_embed, neither, noise:S[:meta][:raw] with S at "
                 "least 0."
@@ -92,17 +89,6 @@ class Intervention:
     def changes_positions(self) -> bool:
         """Whether it changes positions."""
         return self.kind != "no_embed"
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """Those of a result that name it."""
-        return {"intervention": str(self), "noise_seed": 0 if self.is_random else None}
-
-    def __str__(self) -> str:
-        if not self.is_random:
-            return self.kind
-        scale = str(self.scale).removesuffix(".0")
-        return f"noise:{scale}{':meta' * self.meta_only}{':raw' * self.raw}"
 
 
 @contextmanager
@@ -147,14 +133,16 @@ def _check(intervention: Intervention, model: PreTrainedModel) -> None:
     if intervention.changes_positions:
         if not isinstance(model, MetaGPT2ForCausalLM):
             raise UserError(
-                f"{intervention} is for this package's own models; on others use no_embed."
+                f"{intervention.kind} is for this package's own models; on others use no_embed."
             )
         if model.config.position_embedding == "none":
             raise UserError(
-                f"{intervention} changes positions, and this model has position_embedding 'none'; use no_embed."
+                f"{intervention.kind} changes positions, and this model has position_embedding 'none'; use no_embed."
             )
-    if intervention.meta_only and model.config.meta_token_id is None:
-        raise UserError(f"{intervention} changes meta-tokens, and this model has no meta_token_id.")
+    if intervention.meta_only and getattr(model.config, "meta_token_id", None) is None:
+        raise UserError(
+            f"{intervention.kind} changes meta-tokens, and this model has no meta_token_id."
+        )
 
 
 def _check_inputs(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:

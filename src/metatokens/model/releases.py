@@ -1,4 +1,4 @@
-"""What differs between the supported releases of transformers: the name of a cache.
+"""What differs between the supported releases of transformers: the name of a cache, and the reading of later turns.
 
 Models, masks and outputs call it `cache` from release 5.24 on, and `past_key_values` before. This package takes either
 name with each release.
@@ -7,12 +7,17 @@ name with each release.
 from collections.abc import Mapping
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 CACHE_NAMES = ("cache", "past_key_values")
 PEFTS_CACHE = "past_key_values"  # PEFT 0.21.2 knows no other name
 CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
+
+# Whether `prefill_chunk_size` also splits what follows a filled cache.
+SPLITS_LATER_TURNS = Version(transformers.__version__) >= Version("5.21")
 
 
 def pages_among(inputs: Mapping[str, Any]) -> PagedAttentionCache | None:

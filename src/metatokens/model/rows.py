@@ -55,10 +55,8 @@ def positions_of(chosen: Tensor, *, multiple: int = 1) -> Tensor:
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """The rows of x, (batch or 1, ..., length, features), at `index`, (batch, most) -> (batch, ..., most, features)."""
     batch, rows = index.shape
-    index = index.view(batch, *[1] * (x.ndim - 3), rows, 1).expand(
-        -1, *x.shape[1:-2], -1, x.shape[-1]
-    )
-    return x.expand(batch, *x.shape[1:]).gather(-2, index)
+    index = index.view(batch, *[1] * (x.ndim - 3), rows, 1)
+    return torch.take_along_dim(x, index, dim=-2)
 
 
 def shown(mask: Tensor) -> Tensor:

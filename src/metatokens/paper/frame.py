@@ -32,14 +32,14 @@ METRICS = {*get_args(Metric), *get_args(AnalysisMetric), *DERIVED}
 
 ACCURACIES = ("exact_match", "token_accuracy")
 _NUMBERS = (
-    "train_length", "length", "text_window", "fraction", "noise_seed", "layer", "head", "distance", "position", "beta",
+    "train_length", "length", "text_window", "fraction", "layer", "head", "distance", "position", "beta",
     "fit_seed", "rate", "batch", "seed", "value", "low", "high", "n", "chance", "shortcut", "step", "loss",
-    "text_tokens", "exact_match", "kv_kept", "kv_bytes",
+    "text_tokens", "exact_match", "kv_kept",
 )  # fmt: skip
 _TEXTS = ("benchmark", "against", "shape", "device")  # that derived figures alone have
-_OBJECTS = ("premise", "boosted", "quantiles")
+_OBJECTS = ("premise", "boosted")
 # The other columns identify what was measured.
-_OUTCOMES = ("value", "low", "high", "n", "chance", "quantiles", "hits", "kv_kept", "kv_bytes")
+_OUTCOMES = ("value", "low", "high", "n", "chance", "hits", "kv_kept")
 _ACCURACY = {"condition": "paper", "train_condition": "paper", "intervention": "", "variant": ""}
 _PLAIN: Mapping[str, Fields] = {
     **dict.fromkeys(ACCURACIES, _ACCURACY),

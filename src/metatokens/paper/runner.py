@@ -252,9 +252,10 @@ class Runner:
         results = []
         for train_length in lengths_tested(self.preset, model, task):
             tuned, subject = self._tuned(model, task, train_length)
-            for change in map(Intervention.parse, interventions):
-                with intervene(tuned, change):
-                    results += evaluate(tuned, tests, subject.model_copy(update=change.fields))
+            for name in interventions:
+                changed = subject.model_copy(update={"intervention": name})
+                with intervene(tuned, Intervention.parse(name)):
+                    results += evaluate(tuned, tests, changed)
         return Outcome(results=results)
 
     def analyze(

@@ -1,6 +1,5 @@
 """Asking a model about a text that its cache holds."""
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,16 +25,16 @@ def read(model: Any, ids: Sequence[int]) -> Any:
 @torch.inference_mode()
 def answer_logits(
     model: Any,
-    cache: Any,
+    text: Sequence[int],
     questions: Sequence[Question],
     landmarks: Landmarks | None = None,
     start: int = 0,
 ) -> list[Tensor]:
-    """The logits of each answer's tokens, (tokens, vocabulary) float32, after a text in a cache, which stays as it is.
+    """The logits of each answer's tokens, (tokens, vocabulary) float32, after a text.
 
     Args:
         model: in evaluation mode.
-        cache: of the text, (1, ...).
+        text: ids, with its meta-tokens.
         questions: about the text, each by itself.
         landmarks: where meta-tokens are inserted, if anywhere.
         start: tokens of the text, without meta-tokens.
@@ -47,11 +46,9 @@ def answer_logits(
     longest = max(map(len, rows))
     # Padding comes after the tokens of its row, so it changes none of them.
     padded = [row + row[-1:] * (longest - len(row)) for row in rows]
-    repeated = copy.deepcopy(cache)
-    repeated.batch_repeat_interleave(len(rows))
-    output = model(
-        torch.tensor(padded, device=model.device), past_key_values=repeated, use_cache=True
-    )
+    cache = read(model, text)
+    cache.batch_repeat_interleave(len(rows))
+    output = model(torch.tensor(padded, device=model.device), past_key_values=cache, use_cache=True)
     return [
         logits[len(row) - len(question.answer) : len(row)].float()
         for logits, row, question in zip(output.logits, rows, questions, strict=True)

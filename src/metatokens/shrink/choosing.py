@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from torch.nn.functional import cross_entropy
 
 from metatokens.retrofit.text_window import apply_text_window
-from metatokens.shrink.answering import answer_logits, is_answered, read
+from metatokens.shrink.answering import answer_logits, is_answered
 from metatokens.shrink.lookups import Asked
 
 Head = tuple[int, int]  # a block, and one of its key-value heads, from 0
@@ -54,10 +54,8 @@ def loss_without(
 def _loss(model: Any, tests: Sequence[Asked], head: Head | None) -> HeadLoss:
     losses, hits = [], []
     for asked in tests:
-        cache = read(model, asked.text)
-        for question, logits in zip(
-            asked.questions, answer_logits(model, cache, asked.questions), strict=True
-        ):
+        logits_of_answers = answer_logits(model, asked.text, asked.questions)
+        for question, logits in zip(asked.questions, logits_of_answers, strict=True):
             target = torch.tensor(question.answer, device=logits.device)
             losses.append(cross_entropy(logits, target, reduction="sum").item())
             hits.append(is_answered(logits, question))

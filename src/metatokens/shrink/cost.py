@@ -1,7 +1,6 @@
 """What a cache costs: its bytes, and tokens a second, next to the full cache, side by side."""
 
 import time
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -37,14 +36,13 @@ class Cost(BaseModel):
     threads: int
 
 
-def costs(model: Any, text: npt.ArrayLike, length: int, rounds: int) -> list[Cost]:
-    """The cost of the full cache and of the model's own, in the mean of rounds, which take turns.
+def costs(model: Any, text: npt.ArrayLike, length: int) -> list[Cost]:
+    """The cost of the full cache and of the model's own, each measured once, after a round that warms up.
 
     Args:
         model: with a text window.
         text: ids, (tokens,), repeated up to the length; a model's limit does not matter here.
         length: tokens.
-        rounds: of each, after one that warms up.
     """
     ids = np.resize(text, length).tolist()
     # The model's own window comes last, so that it has it afterwards.
@@ -52,23 +50,20 @@ def costs(model: Any, text: npt.ArrayLike, length: int, rounds: int) -> list[Cos
         "full": {"window": None},
         "shrunk": text_window_of(model.config),
     }
-    measured: dict[str, list[tuple[float, float, int]]] = {cache: [] for cache in windows}
-    for _, (cache, window) in product(range(rounds + 1), windows.items()):
+    measured: dict[str, Cost] = {}
+    for cache, window in [*windows.items()] * 2:
         apply_text_window(model, **window)
-        measured[cache].append(_timed(model, ids))
-    means = {cache: np.mean(of_rounds[1:], axis=0) for cache, of_rounds in measured.items()}
-    return [
-        Cost(
+        reading, writing, size = _timed(model, ids)
+        measured[cache] = Cost(
             cache=cache,
             length=length,
-            cache_bytes=int(size),
+            cache_bytes=size,
             read_per_second=round(length / reading, 1),
             new_per_second=round(NEW / writing, 2),
             device=model.device.type,
             threads=torch.get_num_threads(),
         )
-        for cache, (reading, writing, size) in means.items()
-    ]
+    return [*measured.values()]
 
 
 @torch.inference_mode()

@@ -21,7 +21,6 @@ from metatokens.data.tokenizer import (
     beginning_of,
     control_texts,
     encode_text,
-    encode_with_control,
 )
 from metatokens.errors import UserError, broken_rule, one_line
 from metatokens.recipe import parse_yaml
@@ -76,13 +75,8 @@ class Form(BaseModel):
 
 def _placeholders(text: str) -> list[str]:
     """What stands in braces, each text once. A form may have names alone, without a conversion or a format."""
-    inside: dict[str, None] = {}
-    for _, name, format_behind, conversion in Formatter().parse(text):
-        if name is not None:
-            conversion_behind = f"!{conversion}" if conversion else ""
-            colon = ":" if format_behind else ""
-            inside[f"{name}{conversion_behind}{colon}{format_behind}"] = None
-    return [*inside]
+    parts = [part[1:] for part in Formatter().parse(text) if part[1] is not None]
+    return list(dict.fromkeys(":".join(filter(None, part)) for part in parts))
 
 
 Forms = dict[str, tuple[Form, ...]]  # by purpose, `train` and `test`
@@ -194,7 +188,7 @@ class Turns:
             return None
         leading = before_answer.removeprefix(before_new_answer)
         opening, _, after_answer, answering = (
-            encode_with_control(tokenizer, part, continues=bool(number))
+            encode_text(tokenizer, [part], continues=bool(number), with_control=True)[0]
             for number, part in enumerate(parts)
         )
         control = control_texts(backend_of(tokenizer))

@@ -13,9 +13,10 @@ from torch.nn.functional import cross_entropy
 
 from metatokens.data.landmarks import Landmarks
 from metatokens.decoder import logits_at, measure_cache_share
+from metatokens.errors import UserError
 from metatokens.evaluation.intervals import normal_interval, share_fields
 from metatokens.records import Result, pack_hits
-from metatokens.shrink.answering import answer_logits, is_answered, read
+from metatokens.shrink.answering import answer_logits, is_answered
 from metatokens.shrink.lookups import CHAT, KINDS, TRAINED, Asked, Form, Lookups
 from metatokens.shrink.sizes import ROOM
 from metatokens.tasks.example import Encoded
@@ -75,6 +76,9 @@ def draw_tests(
         excerpts: of prose.
         excerpt_length: tokens.
         replies: of the base, to requests about held-out texts.
+
+    Raises:
+        UserError: if the facts of a text leave no room for it.
     """
     groups = _by_kind(lookups.forms)
     generator = np.random.default_rng(SEED)
@@ -99,6 +103,11 @@ def draw_tests(
                 passage=kind == KINDS[0],
                 keeps_beyond=True,
             )
+            facts = [question for question in drawn.questions if question.kind == kind]
+            if len(facts) < FACTS:
+                raise UserError(
+                    f"tests.texts has texts of {length} tokens, which have no room for {FACTS} facts."
+                )
             asked[length].append(drawn)
     beginning = lookups.beginning
     prose = lookups.prose.excerpts(excerpts, excerpt_length - len(beginning))
@@ -143,9 +152,8 @@ class Measuring:
         for asked in texts:
             ids = self._with_landmarks(asked.text)
             rows.append(ids)
-            cache = read(self.model, ids)
             of_questions = answer_logits(
-                self.model, cache, asked.questions, self.landmarks, start=len(asked.text)
+                self.model, ids, asked.questions, self.landmarks, start=len(asked.text)
             )
             for question, logits in zip(asked.questions, of_questions, strict=True):
                 hits[question.kind].append(is_answered(logits, question))

@@ -236,10 +236,10 @@ class _Run:
     def choose(self, watch: Watch) -> None:
         """Choose the heads that keep everything: those of the recipe, or those that need it most by measurement."""
         full_heads = self.recipe.cache.full_heads
-        if full_heads is None:
+        if full_heads is None and self.sizes.full_heads > 0:
             self.losses = self.head_losses(watch)
             full_heads = most_needed(self.losses, self.sizes.full_heads)
-        self.full_heads = full_heads
+        self.full_heads = full_heads or []
 
     def ask_base(self, watch: Watch) -> None:
         """Write what the base answers in a chat; nothing if it has no chat template."""
@@ -400,7 +400,7 @@ class _Run:
                 text = self.text.held_out.ids[:length].tolist()
                 if self.landmarks is not None:
                     text = self.landmarks.insert_into(text)
-                measured += costs(model, text, length, self.recipe.tests.cost_rounds)
+                measured += costs(model, text, length)
                 progress(done, len(lengths), {})
         _write_list(file, measured)
 

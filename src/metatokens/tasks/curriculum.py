@@ -17,12 +17,12 @@ from numpy.random import Generator
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.corpus import read_corpus
+from metatokens.data.prompts import SegmentEncoder
 from metatokens.data.tokenizer import text_vocab_size
 from metatokens.errors import UserError
 from metatokens.recipe import Condition, Facts, Split
 from metatokens.tasks import TASKS, copying, module_of
 from metatokens.tasks.content import Content, stable_hash
-from metatokens.tasks.encoding import SegmentEncoder
 from metatokens.tasks.example import Example, encode_example
 from metatokens.tasks.inventory import INVENTORY
 from metatokens.tasks.phases import FACTS, Sizes, phase_of_length, sizes_of

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from metatokens.data.prompts import SegmentEncoder
 from metatokens.errors import UserError
 from metatokens.files import sha256_of
 from metatokens.recipe import Condition, Split
 from metatokens.records import MARKER, ExampleRecord, read_lines, split_at
-from metatokens.tasks.encoding import SegmentEncoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,29 +107,28 @@ def read_examples(
         raise UserError(
             f"{path} holds no record; each line is a JSON object with a prompt and a completion."
         )
-    unmarked = []
+    has_warned = False
+    examples = []
     for number, record in enumerate(records, start=1):
         if not (record.prompt and record.completion):
             raise UserError(
                 f"{path}: the prompt or the completion of record {number} is missing or empty."
             )
-        if MARKER in record.prompt and "markers" not in record.model_fields_set:
-            unmarked.append(number)
-    if unmarked:
-        print(
-            f"{path}, record {unmarked[0]}: the prompt has {MARKER!r} and no markers, so it is read as text; list the "
-            "offsets of meta-tokens in markers, or give markers: [].",
-            file=sys.stderr,
-        )
-    examples = [
-        encode_example(encoder, split_at(record.prompt, record.markers), record.completion)
-        for record in records
-    ]
-    for number, example in enumerate(examples, start=1):
+        is_unmarked = MARKER in record.prompt and "markers" not in record.model_fields_set
+        if is_unmarked and not has_warned:
+            has_warned = True
+            print(
+                f"{path}, record {number}: the prompt has {MARKER!r} and no markers, so it is read as text; list the "
+                "offsets of meta-tokens in markers, or give markers: [].",
+                file=sys.stderr,
+            )
+        segments = split_at(record.prompt, record.markers)
+        example = encode_example(encoder, segments, record.completion)
         if not example.answer_start or len(example.input_ids) == example.answer_start + 1:
             raise UserError(
                 f"{path}: the tokenizer has no token for the prompt or the completion of record {number}."
             )
+        examples.append(example)
     if landmarks is not None and not any(
         encoder.meta_token_id in example.input_ids for example in examples
     ):

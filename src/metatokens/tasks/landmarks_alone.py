@@ -32,7 +32,7 @@ class LandmarksAlone:
             raise UserError(
                 f"a question that sees landmarks alone needs attention 'sdpa', and this has {attention!r}."
             )
-        [self._opening] = encode_text(tokenizer, [OPENING])
+        [self._opening] = encode_text(tokenizer, [OPENING], continues=True)
         self._meta_token_id = model.config.meta_token_id
 
     def start(self, example: Encoded) -> int:

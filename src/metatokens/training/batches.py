@@ -16,15 +16,11 @@ Batch = dict[str, Tensor]
 MULTIPLE = 8  # numbers of positions are rounded up to it, since a model is compiled once per shape
 
 
-class WithPositions:
-    """A collator whose batches have positions."""
-
-    def __init__(self, collator: Callable[[list[Any]], Batch], meta_token_id: int | None):
-        self.collator, self.meta_token_id = collator, meta_token_id
-
-    def __call__(self, items: list[Any]) -> Batch:
-        """A batch, as `with_positions` makes it."""
-        return with_positions(self.collator(items), self.meta_token_id)
+def collated(
+    items: list[Any], collator: Callable[[list[Any]], Batch], change: Callable[[Batch], Batch]
+) -> Batch:
+    """A batch that a collator makes, changed; `functools.partial` of it is a collator, which can be pickled."""
+    return change(collator(items))
 
 
 def with_positions(batch: Batch, meta_token_id: int | None, *, multiple: int = MULTIPLE) -> Batch:
@@ -44,22 +40,19 @@ def with_positions(batch: Batch, meta_token_id: int | None, *, multiple: int = M
     return batch | {"scored_positions": positions_of(is_scored, multiple=multiple)}
 
 
-class WithLogitsToKeep:
-    """A collator whose batches make a model of transformers compute logits only in scored columns.
+def with_logits_to_keep(batch: Batch) -> Batch:
+    """A batch that makes a model of transformers compute logits only in scored columns.
 
     A prompt of a thousand tokens has few scored tokens, those of the answer, and the output layer may be larger than
     the rest of the model.
+
+    Args:
+        batch: `input_ids` and `labels`, each (batch, length).
+
+    Returns:
+        The batch with `logits_to_keep`, (kept,), the columns that precede a label in any row, and `shift_labels`,
+        (batch, kept), the labels that follow these columns.
     """
-
-    def __init__(self, collator: Callable[[list[Any]], Batch]):
-        self.collator = collator
-
-    def __call__(self, items: list[Any]) -> Batch:
-        """A batch with `logits_to_keep`, (kept,), the columns that precede a label in any row, and `shift_labels`.
-
-        `shift_labels`, (batch, kept), are the labels that follow these columns.
-        """
-        batch = self.collator(items)
-        following = pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
-        columns = (following != IGNORED_LABEL).any(dim=0).nonzero()[:, 0]
-        return batch | {"logits_to_keep": columns, "shift_labels": following[:, columns]}
+    following = pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
+    columns = (following != IGNORED_LABEL).any(dim=0).nonzero()[:, 0]
+    return batch | {"logits_to_keep": columns, "shift_labels": following[:, columns]}

@@ -19,57 +19,36 @@ from metatokens.tasks.example import Encoded
 from metatokens.tasks.landmarks_alone import LandmarksAlone
 from metatokens.tasks.phases import Sizes
 
+WINDOW = 16  # batches that are sorted by length together
 
-class Epochs:
+
+def in_epochs(
+    examples: Sequence[Encoded], *, length: int, seed: int | None = None
+) -> list[Encoded]:
     """As many examples as a phase reads: the same over and over; with a seed, shuffled anew in each epoch."""
-
-    def __init__(self, examples: Sequence[Encoded], *, length: int, seed: int | None = None):
-        self.examples, self.length, self.seed = examples, length, seed
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Encoded:
-        epoch, number = divmod(index, len(self.examples))
-        if self.seed is not None:
-            number = shuffled(number, len(self.examples), f"{self.seed} {epoch}")
-        return self.examples[number]
+    count = len(examples)
+    numbers = range(length)
+    if seed is None:
+        return [examples[number % count] for number in numbers]
+    return [
+        examples[shuffled(number % count, count, f"{seed} {number // count}")] for number in numbers
+    ]
 
 
-class ByLength:
+def by_length(examples: Sequence[Encoded], *, batch: int, seed: int) -> list[Encoded]:
     """The same examples, reordered so that a batch holds similar lengths and little padding.
 
     The examples of every `WINDOW` batches are sorted by length, completions included, and cut into batches, which come
     in random order. The order depends only on the arguments.
     """
-
-    WINDOW = 16  # batches
-
-    def __init__(self, examples: Epochs, *, batch: int, seed: int):
-        self.examples, self.batch, self.seed = examples, batch, seed
-        self.window_size = self.WINDOW * batch
-        self._window = -1  # the number of the window that is being read
-        self._in_window: list[Encoded] = []
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def __getitem__(self, index: int) -> Encoded:
-        window, number = divmod(index, self.window_size)
-        if self._window != window:
-            self._window, self._in_window = window, self._read(window)
-        return self._in_window[number]
-
-    def _read(self, window: int) -> list[Encoded]:
-        start = window * self.window_size
-        end = min(start + self.window_size, len(self.examples))
-        examples = [self.examples[number] for number in range(start, end)]
-        examples.sort(key=lambda example: len(example.input_ids))
-        batches = [
-            examples[first : first + self.batch] for first in range(0, len(examples), self.batch)
-        ]
-        order = np.random.default_rng((self.seed, window)).permutation(len(batches))
-        return [example for number in order for example in batches[number]]
+    ordered = []
+    for window, start in enumerate(range(0, len(examples), WINDOW * batch)):
+        in_window = examples[start : start + WINDOW * batch]
+        rows = sorted(in_window, key=lambda example: len(example.input_ids))
+        batches = [rows[first : first + batch] for first in range(0, len(rows), batch)]
+        for number in np.random.default_rng((seed, window)).permutation(len(batches)):
+            ordered += batches[number]
+    return ordered
 
 
 class Collator:

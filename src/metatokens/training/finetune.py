@@ -16,10 +16,10 @@ from metatokens.recipe import WITHOUT_EFFECT, FinetuneRecipe, Phase
 from metatokens.tasks.example import Encoded, read_examples, records_sha256
 from metatokens.tasks.landmarks_alone import LandmarksAlone
 from metatokens.training.examples import (
-    ByLength,
     Collator,
-    Epochs,
+    by_length,
     drawing,
+    in_epochs,
     train_examples,
     train_source,
 )
@@ -36,7 +36,7 @@ class _Source(NamedTuple):
 
     phases: Sequence[Phase]
     identity: dict[str, str]  # what determines the examples, for the run's settings
-    open: Callable[[Phase], Epochs]  # the examples of a phase
+    read: Callable[[Phase], list[Encoded]]  # the examples of a phase
 
 
 def finetune(
@@ -124,7 +124,7 @@ def _train_phases(
             set_seed(settings.seed)
             train(
                 model,
-                ByLength(source.open(phase), batch=settings.batch, seed=settings.seed),
+                by_length(source.read(phase), batch=settings.batch, seed=settings.seed),
                 tokenizer,
                 settings,
                 folder,
@@ -154,7 +154,7 @@ def _record_source(
     return _Source(
         phases=[Phase("data", recipe.training, longest)],
         identity={"data_sha256": records_sha256(records)},
-        open=lambda phase: Epochs(records, seed=phase.settings.seed, length=phase.examples),
+        read=lambda phase: in_epochs(records, seed=phase.settings.seed, length=phase.examples),
     )
 
 
@@ -177,7 +177,7 @@ def _task_source(
     return _Source(
         phases=phases,
         identity={"task": task, "documents_sha256": sha256_of("\0".join(documents).encode())},
-        open=lambda phase: Epochs(draw_phase(phase), length=phase.examples),
+        read=lambda phase: in_epochs(draw_phase(phase), length=phase.examples),
     )
 
 

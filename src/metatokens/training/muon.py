@@ -6,11 +6,12 @@ Those of small matrices take longer to start than to compute, so matrices of one
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from metatokens.decoder import decoder_of
 
@@ -31,6 +32,11 @@ def block_matrices(model: Any) -> list[nn.Parameter]:
     ]
 
 
+def inputs_first(model: nn.Module) -> set[int]:
+    """The ids of the matrices that layers of GPT-2 in transformers hold as (inputs, outputs)."""
+    return {id(module.weight) for module in model.modules() if isinstance(module, Conv1D)}
+
+
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for some matrices, AdamW for the other parameters.
 
@@ -40,17 +46,23 @@ class MuonWithAdamW(torch.optim.Optimizer):
         matrices: for Muon, with momentum 0.95 and without weight decay.
         adamw: over all parameters of a model; the matrices are removed from it.
         learning_rate: of Muon.
+        inputs_first: the ids of matrices that are (inputs, outputs); the others are (outputs, inputs).
     """
 
     def __init__(
-        self, matrices: list[nn.Parameter], adamw: torch.optim.Optimizer, learning_rate: float
+        self,
+        matrices: list[nn.Parameter],
+        adamw: torch.optim.Optimizer,
+        learning_rate: float,
+        *,
+        inputs_first: Set[int] = frozenset(),
     ):
         ids = {id(matrix) for matrix in matrices}
         for group in adamw.param_groups:
             group["params"] = [
                 parameter for parameter in group["params"] if id(parameter) not in ids
             ]
-        self._adamw = adamw
+        self._adamw, self._inputs_first = adamw, inputs_first
         muon = {"params": matrices, "lr": learning_rate, "momentum": 0.95}
         # The schedule divides its absolute `min_lr` by this default, AdamW's rate.
         super().__init__([*adamw.param_groups, muon], {"lr": adamw.defaults["lr"]})
@@ -74,10 +86,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
             for buffer, gradient in zip(buffers, gradients, strict=True):
                 buffer.lerp_(gradient, 1 - momentum)
             nesterov = gradients.lerp(torch.stack(buffers), momentum)
-            rows, columns = matrices[0].shape
-            rate = lr * math.sqrt(max(1, rows / columns))
             for matrix, update in zip(matrices, orthogonalized(nesterov), strict=True):
-                matrix.add_(update, alpha=-rate)
+                outputs, inputs = matrix.shape
+                if id(matrix) in self._inputs_first:
+                    outputs, inputs = inputs, outputs
+                matrix.add_(update, alpha=-lr * math.sqrt(max(1, outputs / inputs)))
 
     def _momentum(self, matrix: nn.Parameter) -> Tensor:
         """A matrix's momentum, which a checkpoint holds for each matrix by itself."""

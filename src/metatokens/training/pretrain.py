@@ -62,6 +62,8 @@ def pretrain(
     store = open_store(recipe)
     set_seed(recipe.training.seed)
     model: Any
+    if init is None and recipe.training.lora_rank:
+        raise UserError("training.lora_rank needs a trained model: give --init.")
     if init is not None:
         model = load_model(init)
         recipe = recipe.model_copy(update={"model": model_settings(model.config)})
@@ -77,8 +79,6 @@ def pretrain(
         training = recipe.training.model_copy(update={"train_base": True})
         recipe = recipe.model_copy(update={"training": training})
     else:
-        if recipe.training.lora_rank:
-            raise UserError("training.lora_rank needs a trained model: give --init.")
         config = _config(recipe, store.tokenizer)
         check_memory(config)
         model = MetaGPT2ForCausalLM(config)

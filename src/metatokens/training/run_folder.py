@@ -141,16 +141,12 @@ def training_of(folder: Path) -> dict[str, Any]:
     for run_folder in (folder, folder.parent):
         try:
             run = json.loads((run_folder / SETTINGS).read_text(encoding="utf-8"))
-            return _training_in(run, folder.name)
+            recipe = run["recipe"]
+            fields = {"seed": recipe["training"]["seed"]}
+            if "task" in run:  # rather than on a user's own records
+                fields["train_condition"] = recipe["task"]["condition"]
+                fields["train_length"] = int(folder.name) if folder.name.isdecimal() else None
+            return fields
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
     return {}
-
-
-def _training_in(run: dict[str, Any], phase: str) -> dict[str, Any]:
-    recipe = run["recipe"]
-    fields = {"seed": recipe["training"]["seed"]}
-    if "task" in run:  # rather than on a user's own records
-        fields["train_condition"] = recipe["task"]["condition"]
-        fields["train_length"] = int(phase) if phase.isdecimal() else None
-    return fields

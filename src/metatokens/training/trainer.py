@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -36,10 +37,10 @@ from metatokens.recipe import TrainerSettings, TrainingSettings
 from metatokens.retrofit.classes import MetaModel, freeze_base
 from metatokens.retrofit.layers import added_parameters
 from metatokens.retrofit.text_window import apply_text_window
-from metatokens.training.batches import WithLogitsToKeep, WithPositions
+from metatokens.training.batches import collated, with_logits_to_keep, with_positions
 from metatokens.training.bracket_loss import bracket_loss
 from metatokens.training.lora import with_lora
-from metatokens.training.muon import MuonWithAdamW, block_matrices
+from metatokens.training.muon import MuonWithAdamW, block_matrices, inputs_first
 from metatokens.training.positions import position_jumps
 from metatokens.training.probe import Probe
 
@@ -77,7 +78,12 @@ class MetaTokenTrainer(Trainer):
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
         matrices = block_matrices(self.model) if self.settings.optimizer == "muon" else []
         if matrices:
-            optimizer = MuonWithAdamW(matrices, optimizer, self.settings.muon_learning_rate)
+            optimizer = MuonWithAdamW(
+                matrices,
+                optimizer,
+                self.settings.muon_learning_rate,
+                inputs_first=inputs_first(self.model),
+            )
         self.optimizer = optimizer
         return optimizer
 
@@ -260,9 +266,10 @@ def train(
         trainer._load_from_checkpoint(str(checkpoint))
         trainer.state = TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}")
     else:
+        has_window = getattr(model.config, "text_window", None) is not None
         micro_batches = settings.batch // settings.per_device_train_batch_size
         with (
-            nullcontext() if settings.text_window is None else attention_by_chunks(model),
+            attention_by_chunks(model) if has_window else nullcontext(),
             position_jumps(model, settings.position_jumps),
             bracket_loss(model, bracket_weight, micro_batches),
         ):
@@ -330,8 +337,12 @@ def _arguments(settings: TrainingSettings, checkpoints: Path, *, saves: bool) ->
 def _with_hints(collator: Collate, model: Any) -> Collate:
     """A collator whose batches also hold the positions that the model would otherwise look for in them."""
     if isinstance(model, MetaGPT2ForCausalLM):
-        return WithPositions(collator, model.config.meta_token_id)
-    return WithLogitsToKeep(collator) if model._supports_logits_to_keep() else collator
+        add_hints: Any = partial(with_positions, meta_token_id=model.config.meta_token_id)
+    elif model._supports_logits_to_keep():
+        add_hints = with_logits_to_keep
+    else:
+        return collator
+    return partial(collated, collator=collator, change=add_hints)
 
 
 def _write_curve(log_history: Iterable[Mapping[str, float]], path: Path) -> None:
@@ -350,7 +361,7 @@ def last_good_checkpoint(folder: Path) -> Path | None:
     for path in sorted(checkpoints, key=_step_of, reverse=True):
         try:
             verify_manifest(path)
-        except UserError as error:
+        except (UserError, OSError) as error:  # where the first process has removed it already
             if is_first_process():
                 print(f"{error} It is dropped, and an earlier one is used.", file=sys.stderr)
                 shutil.rmtree(path, ignore_errors=True)
