@@ -13,7 +13,7 @@ from pathlib import Path
 
 from metatokens import cli
 from metatokens.evaluation import accuracy
-from metatokens.paper import presets
+from metatokens.paper import presets, runner
 from metatokens.paper.variants import (
     Inspection,
     Preset,
@@ -22,6 +22,7 @@ from metatokens.paper.variants import (
 from metatokens.training.trainer import RunCallback
 
 accuracy.SHORTCUT_PROMPTS = 40  # in place of 2,000, which each run would draw again
+runner.PROBED = 4  # in place of 200, which each curve would answer again
 
 TRAINING = (
     "training.save_steps=2",

@@ -75,8 +75,13 @@ class Form(BaseModel):
 
 def _placeholders(text: str) -> list[str]:
     """What stands in braces, each text once. A form may have names alone, without a conversion or a format."""
-    parts = [part[1:] for part in Formatter().parse(text) if part[1] is not None]
-    return list(dict.fromkeys(":".join(filter(None, part)) for part in parts))
+    inside: dict[str, None] = {}
+    for _, name, format_behind, conversion in Formatter().parse(text):
+        if name is not None:
+            conversion_behind = f"!{conversion}" if conversion else ""
+            colon = ":" if format_behind else ""
+            inside[f"{name}{conversion_behind}{colon}{format_behind}"] = None
+    return [*inside]
 
 
 Forms = dict[str, tuple[Form, ...]]  # by purpose, `train` and `test`

@@ -152,15 +152,15 @@ def test_what_landmarks_hold_is_shown_with_what_is_kept_of_the_cache(read):
         "task": "list_recall",
         "train_length": 128,
         "length": 128,
-        "condition": "facts_8",
-        "train_condition": "facts_8",
+        "condition": "facts_4",
+        "train_condition": "facts_4",
     }
     alone = {"intervention": "landmarks_alone", "kv_kept": 0.025}
     inputs = read(
         [
-            *runs("pause", 0.3, **facts, **alone, recipe="small/facts_8"),
-            *runs("meta", 0.4, **facts, **alone, recipe="small/facts_8-in-sight"),
-            *runs("meta", 0.95, **facts, recipe="small/facts_8-in-sight"),
+            *runs("pause", 0.3, **facts, **alone, recipe="small/facts_4"),
+            *runs("meta", 0.4, **facts, **alone, recipe="small/facts_4-in-sight"),
+            *runs("meta", 0.95, **facts, recipe="small/facts_4-in-sight"),
         ]
     )
 
