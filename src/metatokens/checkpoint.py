@@ -174,9 +174,9 @@ def fetch_model(spec: Path) -> Path:
     Raises:
         UserError: if the Hub does not give the model.
     """
-    prefix, _, name = spec.as_posix().partition(":")
-    if prefix == "example" and not spec.exists():
+    if spec == Path("example") and not spec.exists():
         return EXAMPLE
+    prefix, _, name = spec.as_posix().partition(":")
     if prefix != "hf":
         return spec
     # REMOTE_CODE_FILE comes since a manifest lists it; it is never run.

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from metatokens.data.tokenizer import decode_continuation
-from metatokens.decoder import continue_prompts, logits_at
+from metatokens.decoder import continue_prompts
 from metatokens.model.configuration import never_generated
 from metatokens.model.positions import reaches
 from metatokens.records import Record
@@ -79,12 +79,10 @@ def answer(
     model.eval()
     ids = list(map(int, example.input_ids[: example.answer_start]))
     for _ in range(len(example.input_ids) - example.answer_start):
-        asked = Encoded(input_ids=ids, answer_start=example.answer_start)
         row = torch.tensor([ids])
-        is_last = torch.arange(len(ids)) == len(ids) - 1
-        mask = None if alone is None else alone.mask(row, [asked]).to(model.device)
-        [logits] = logits_at(model, row.to(model.device), is_last[None].to(model.device), mask=mask)
-        logits[:, never_generated(model.config)] = -math.inf
+        mask = None if alone is None else alone.mask(row, [example]).to(model.device)
+        logits = model(row.to(model.device), attention_mask=mask, use_cache=False).logits[0, -1]
+        logits[never_generated(model.config)] = -math.inf
         next_token = int(logits.argmax())
         if next_token == tokenizer.eos_token_id:
             break
