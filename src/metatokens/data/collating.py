@@ -5,7 +5,9 @@ from numbers import Real
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.insertion import IGNORED_LABEL
@@ -18,6 +20,26 @@ _COUNTED = {
     "labels": IGNORED_LABEL,
     "completion_mask": 0,
 }
+
+
+def labelled_batch(
+    rows: Sequence[tuple[Sequence[int] | np.ndarray, slice | list[int]]], pad_token_id: int = 0
+) -> dict[str, Tensor]:
+    """Rows padded on the right, where causal attention needs no mask, and the labels of some of their tokens.
+
+    Args:
+        rows: token ids, and the indices of those that are labels.
+        pad_token_id: pads the ids.
+
+    Returns:
+        `input_ids` and `labels`, each (batch, longest); labels are -100 elsewhere.
+    """
+    ids = [torch.tensor(row, dtype=torch.int64) for row, _ in rows]
+    input_ids = pad_sequence(ids, batch_first=True, padding_value=pad_token_id)
+    labels = torch.full_like(input_ids, IGNORED_LABEL)
+    for row, (_, labelled) in enumerate(rows):
+        labels[row, labelled] = input_ids[row, labelled]
+    return {"input_ids": input_ids, "labels": labels}
 
 
 class MetaTokenCollator:

@@ -193,15 +193,6 @@ class DenseRows(NamedTuple):
         """Add `rows`, both (batch, length, features), at the meta-tokens' places."""
         return x + rows.to(x.dtype).masked_fill(~self.valid[:, :, None], 0.0)
 
-    def causal_mask(self, cached: Tensor | int, total: int) -> Tensor:
-        """Which of `total` keys each row sees, if the rows follow `cached` tokens: (1, 1, length, total) bool.
-
-        It ignores padding: padding is no meta-token, so meta-attention hides it like text.
-        """
-        length, device = self.valid.shape[1], self.valid.device
-        slots = torch.arange(length, device=device) + cached
-        return (torch.arange(total, device=device) <= slots[:, None])[None, None]
-
 
 def minimum_rows(module: nn.Module) -> int:
     """The smallest number of meta-token rows: 1, if only of padding, where several processes train; otherwise 0.

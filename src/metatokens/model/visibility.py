@@ -420,11 +420,16 @@ class Visibility:
         if self.rule is not None:
             return self.rule.seen()[:, None]
         if self.cache is not None:
-            return self.rows.causal_mask(self.tokens.cached, self.cache.layers[-1].max_cache_len)
+            return self._causal_by_cache(self.cache.layers[-1].max_cache_len)
         if self.sequences is not None:
             is_same = self.sequences[:, None, :, None] == self.sequences[:, None, None, :]
-            return self.rows.causal_mask(0, self.rows.valid.shape[1]) & is_same
+            return self._causal_by_cache(self.rows.valid.shape[1]) & is_same
         return None
+
+    def _causal_by_cache(self, total: int) -> Tensor:
+        """Which of `total` keys each token sees, padding included, which is no meta-token: (1, 1, length, total)."""
+        keys = torch.arange(total, device=self.tokens.cache_position.device)
+        return (keys <= self.tokens.cache_position[:, None])[None, None]
 
 
 def mask_of_four_dimensions(

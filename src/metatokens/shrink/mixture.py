@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from metatokens.data.insertion import IGNORED_LABEL
+from metatokens.data.collating import labelled_batch
 from metatokens.data.landmarks import Landmarks
 from metatokens.shrink.lookups import Asked, Lookups
 from metatokens.tasks.example import Encoded
@@ -75,7 +73,7 @@ class Mixture:
             doublings = int(np.log2(self.longest / self.shortest))
             length = self.longest // 2 ** int(generator.integers(doublings + 1))
             rows = [self._lookup_row(generator, length) for _ in range(self._rows(length))]
-        return _batch([self._with_landmarks(ids, scored) for ids, scored in rows])
+        return labelled_batch([self._with_landmarks(ids, scored) for ids, scored in rows])
 
     def _rows(self, length: int) -> int:
         return max(1, self.tokens // length)
@@ -137,12 +135,3 @@ def scored_row(asked: Asked) -> Row:
         ids += question.answer
         closing = question.closing
     return ids, scored
-
-
-def _batch(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """Rows padded on the right, where causal attention needs no mask."""
-    input_ids = pad_sequence([torch.tensor(ids) for ids, _ in rows], batch_first=True)
-    labels = torch.full_like(input_ids, IGNORED_LABEL)
-    for row, (_, scored) in enumerate(rows):
-        labels[row, scored] = input_ids[row, scored]
-    return {"input_ids": input_ids, "labels": labels}

@@ -31,6 +31,11 @@ class Encoded:
     answer_start: int
     """The index of the completion's first id."""
 
+    @property
+    def answer(self) -> slice:
+        """Where the ids of the completion and the end of text are."""
+        return slice(self.answer_start, len(self.input_ids))
+
     def without_text(self) -> "Encoded":
         """The same with the ids in an array, which takes a tenth of the memory of an `Example`."""
         ids = np.asarray(self.input_ids, dtype=np.int32)

@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from metatokens.data.collating import labelled_batch
+from metatokens.data.insertion import IGNORED_LABEL
 from metatokens.decoder import logits_at
 from metatokens.model.configuration import never_generated
 from metatokens.tasks.example import Encoded
@@ -67,13 +68,8 @@ def _hits(
     model: PreTrainedModel, examples: Sequence[Encoded], alone: LandmarksAlone | None
 ) -> Sequence[torch.Tensor]:
     """For each example, a bool for each token of its answer."""
-    # Padding is on the right, where causal attention never looks, so no mask is needed for it.
-    ids = pad_sequence(
-        [torch.tensor(example.input_ids) for example in examples], batch_first=True
-    ).long()
-    is_answer = torch.zeros_like(ids, dtype=torch.bool)
-    for row, example in enumerate(examples):
-        is_answer[row, example.answer_start : len(example.input_ids)] = True
+    batch = labelled_batch([(example.input_ids, example.answer) for example in examples])
+    ids, is_answer = batch["input_ids"], batch["labels"] != IGNORED_LABEL
     answer_lengths = is_answer.sum(dim=1).tolist()
     mask = None if alone is None else alone.mask(ids[:, :-1], examples).to(model.device)
     ids = ids.to(model.device)

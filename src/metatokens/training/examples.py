@@ -4,13 +4,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from metatokens.data.blocks import shuffled
-from metatokens.data.insertion import IGNORED_LABEL
+from metatokens.data.collating import labelled_batch
 from metatokens.errors import UserError
 from metatokens.recipe import FinetuneRecipe, Phase
 from metatokens.tasks.curriculum import TaskData
@@ -63,15 +61,10 @@ class Collator:
 
     def __call__(self, examples: Sequence[Encoded]) -> dict[str, Tensor]:
         """`input_ids` and `labels`, each (batch, longest); with `alone` an `attention_mask` of four dimensions."""
-        rows = [torch.tensor(example.input_ids, dtype=torch.int64) for example in examples]
-        input_ids = pad_sequence(rows, batch_first=True, padding_value=self.pad_token_id)
-        labels = torch.full_like(input_ids, IGNORED_LABEL)
-        for row, example in enumerate(examples):
-            answer = slice(example.answer_start, len(example.input_ids))
-            labels[row, answer] = input_ids[row, answer]
-        batch = {"input_ids": input_ids, "labels": labels}
+        rows = [(example.input_ids, example.answer) for example in examples]
+        batch = labelled_batch(rows, self.pad_token_id)
         if self.alone is not None:
-            batch["attention_mask"] = self.alone.mask(input_ids, examples)
+            batch["attention_mask"] = self.alone.mask(batch["input_ids"], examples)
         return batch
 
 
