@@ -24,7 +24,7 @@ from metatokens.model.visibility import (
     meta_tokens,
 )
 from metatokens.model.vocabulary import check_ids
-from metatokens.retrofit.context import ForwardContext, current
+from metatokens.retrofit.context import ForwardContext, Pass, current
 from metatokens.retrofit.full_heads import set_attention_by_heads
 from metatokens.retrofit.layers import added_parameters, check_table
 
@@ -79,9 +79,9 @@ def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     form = meta_attention_form(cache, engine_of(kwargs), gathers_in_graph=makes_cache)
     see = _visibility if form == "dense" else _visibility_outside_graph
     visibility = see(decoder, is_meta, kwargs, cache, form)
-    masks = _masks_of_blocks(decoder, visibility)
-    _tell_blocks(decoder, visibility, masks)
-    return args, kwargs | _inputs_of_base(visibility, masks, kwargs)
+    running: Any = current().running
+    running.context = _context(decoder, visibility)
+    return args, kwargs | _inputs_of_base(decoder, visibility, running, kwargs)
 
 
 def _cache_with_room(decoder: Any, kwargs: dict[str, Any]) -> Cache | None:
@@ -92,37 +92,26 @@ def _cache_with_room(decoder: Any, kwargs: dict[str, Any]) -> Cache | None:
     return cache
 
 
-def _tell_blocks(decoder: Any, visibility: Visibility, masks: tuple[Any, ...]) -> None:
-    """Put into the pass what the blocks of this decoder read from it."""
-    running: Any = current().running
-    running.context = _context(decoder, visibility)
-    running.masks = None if len(masks) < 2 else masks
-    if decoder.config._attn_implementation in ("sdpa", "eager", "flex_attention"):
-        # The first block checks by its mask that the base keeps them apart.
-        running.sequences = visibility.sequences
-
-
-def _masks_of_blocks(decoder: Any, visibility: Visibility) -> tuple[Any, ...]:
-    """The mask of what forgets text, then that of what sees all of it, if anything does; none without a window."""
-    if visibility.rule is None:
-        return ()
-    rules = (visibility.rule, visibility.rule.full)
-    return tuple(rule.mask(decoder.config, decoder.dtype) for rule in rules if rule is not None)
-
-
 def _inputs_of_base(
-    visibility: Visibility, masks: tuple[Any, ...], kwargs: dict[str, Any]
+    decoder: Any, visibility: Visibility, running: Pass, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """What the base is given in place of its inputs."""
-    inputs: dict[str, Any] = {}
-    if visibility.sequences is not None:
+    """What the base is given in place of its inputs; what its blocks need besides is put into the pass."""
+    if visibility.sequences is not None:  # then nothing forgets text
+        if decoder.config._attn_implementation in ("sdpa", "eager", "flex_attention"):
+            # The first block checks by its mask that the base keeps them apart.
+            running.sequences = visibility.sequences
         # The base would make a cache, and transformers does not keep packed sequences apart where there is one.
-        inputs["use_cache"] = False
-    if masks:
-        inputs |= {"attention_mask": masks[0], CACHE: visibility.cache}
-        # Multimodal models have several axes of positions, which stay.
-        if kwargs.get("position_ids") is None:
-            inputs["position_ids"] = visibility.positions
+        return {"use_cache": False}
+    rule = visibility.rule
+    if rule is None:
+        return {}
+    mask = rule.mask(decoder.config, decoder.dtype)
+    if rule.full is not None:
+        running.masks = mask, rule.full.mask(decoder.config, decoder.dtype)
+    inputs = {"attention_mask": mask, CACHE: visibility.cache}
+    # Multimodal models have several axes of positions, which stay.
+    if kwargs.get("position_ids") is None:
+        inputs["position_ids"] = visibility.positions
     return inputs
 
 
