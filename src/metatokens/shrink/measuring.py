@@ -106,7 +106,8 @@ def draw_tests(
             facts = [question for question in drawn.questions if question.kind == kind]
             if len(facts) < FACTS:
                 raise UserError(
-                    f"tests.texts has texts of {length} tokens, which have no room for {FACTS} facts."
+                    f"tests.texts has texts of {length} tokens, in which {FACTS} facts have no room before the last "
+                    f"{beyond[length]} tokens: give longer ones."
                 )
             asked[length].append(drawn)
     beginning = lookups.beginning
