@@ -47,10 +47,12 @@ def logits_with(
         ("noise:0.25", Intervention("noise", 0.25, meta_only=False)),
         ("noise:1:meta", Intervention("noise", 1.0)),
         ("noise:1e-05:meta:raw", Intervention("noise", 1e-5, raw=True)),
+        ("noise:1e+16", Intervention("noise", 1e16, meta_only=False)),
     ],
 )
 def test_names(name: str, intervention: Intervention) -> None:
     assert Intervention.parse(name) == intervention
+    assert str(intervention) == name
 
 
 @pytest.mark.parametrize(
@@ -70,6 +72,11 @@ def test_other_names_are_refused(name: str) -> None:
     allowed = r"no_pos, no_embed, neither, noise:S\[:meta\]\[:raw\] with S at least 0\.$"
     with pytest.raises(UserError, match=f"^no intervention '{name}'; allowed are {allowed}"):
         Intervention.parse(name)
+
+
+def test_another_kind_is_refused() -> None:
+    with pytest.raises(UserError, match="no intervention 'no_position'; allowed are no_pos"):
+        Intervention("no_position")
 
 
 # --- what they do
@@ -261,14 +268,13 @@ def test_the_models_type_stays(name: str, position_embedding: str) -> None:
 
 @pytest.mark.parametrize("name", AT_META)
 def test_what_a_model_lacks_cannot_be_changed(name: str) -> None:
-    kind = name.partition(":")[0]
     with pytest.raises(
-        UserError, match=f"^{kind} changes meta-tokens, and this model has no meta_token_id"
+        UserError, match=f"^{name} changes meta-tokens, and this model has no meta_token_id"
     ):
         logits_with(shared_model(meta_token_id=None, second_attention="none"), name)
     if name != "no_embed":
         with pytest.raises(
-            UserError, match=f"^{kind} changes positions.*position_embedding 'none'"
+            UserError, match=f"^{name} changes positions.*position_embedding 'none'"
         ):
             logits_with(shared_model(position_embedding="none"), name)
 

@@ -110,7 +110,7 @@ def evaluate(
         task=task,
         text=None if data is None else str(data),
         condition=condition or landmarks,
-        intervention=None if change is None else intervention,
+        intervention=None if change is None else str(change),
         **training_of(model),
     )
     with intervene(loaded, change):

@@ -1,6 +1,6 @@
 """Options that several commands share, so that each reads the same everywhere."""
 
-from contextlib import suppress
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -143,13 +143,13 @@ def check_task_or_data(task: str | None, data: Path | None) -> None:
 
 def parse_numbers(name: str, text: str, *, smallest: int) -> list[int]:
     """Read numbers separated by commas, such as lengths in tokens."""
-    with suppress(ValueError):
-        numbers = list(map(int, text.split(",")))
-        if smallest <= min(numbers) and max(numbers) <= LARGEST:
-            return numbers
-    raise UserError(
-        f"{name} {text[:100]!r} must be numbers from {smallest} to {LARGEST:,}, separated by commas."
-    )
+    parts = [part.strip() for part in text.split(",")]
+    allowed = range(smallest, LARGEST + 1)
+    if not all(re.fullmatch(r"\d{1,7}", part, re.ASCII) and int(part) in allowed for part in parts):
+        raise UserError(
+            f"{name} {text[:100]!r} must be numbers from {smallest} to {LARGEST:,}, separated by commas."
+        )
+    return list(map(int, parts))
 
 
 def check_overwriting(out: Path, *files: str | Path | None, overwrite: bool) -> None:

@@ -1,5 +1,6 @@
 """Caches that forget text: entries that no later query sees are dropped."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -270,12 +271,14 @@ def make_forgetting(cache: Any, config: Any) -> None:
 
 def full_heads_by_block(config: Any) -> dict[int, FullHeads]:
     """The full heads of each block that has some; only retrofitted models have any."""
-    full_heads = {(block, head) for block, head in getattr(config, "text_full_heads", None) or ()}
-    last_heads = dict(sorted(full_heads))
-    return {
-        block: FullHeads(tuple((block, head) in full_heads for head in range(last + 1)))
-        for block, last in last_heads.items()
-    }
+    heads_of: dict[int, list[int]] = defaultdict(list)
+    for block, head in getattr(config, "text_full_heads", None) or ():  # ascending
+        heads_of[block].append(head)
+    full_heads = {}
+    for block, heads in heads_of.items():
+        up_to_the_last = range(heads[-1] + 1)
+        full_heads[block] = FullHeads(tuple(head in heads for head in up_to_the_last))
+    return full_heads
 
 
 def _check_kind(cache: Any) -> None:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,13 +31,15 @@ _NAME = re.compile(
     r"(no_pos|no_embed|neither)|(noise):(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(:meta)?(:raw)?"
 )
 
+KINDS = ("no_pos", "no_embed", "neither", "noise")
+
 
 @dataclass(frozen=True)
 class Intervention:
-    """A change to the model's input.
+    """A change to the model's input; `str()` gives the name that `parse` reads.
 
     Attributes:
-        kind: what changes.
+        kind: what changes, one of `KINDS`; any other is a UserError.
             `no_pos`: a meta-token has no position. Learned: p_t = 0. Rotary: its query and key are not rotated, in
             either attention, as if its position were 0; YaRN's scale of the rotation, which is no position, stays.
             `no_embed`: the embedding of a meta-token is 0; its position stays, and so does its row of the head, tied to
@@ -52,10 +54,14 @@ class Intervention:
             its own noise, in radians.
     """
 
-    kind: Literal["no_pos", "no_embed", "neither", "noise"]
+    kind: str
     scale: float = 0.0
     meta_only: bool = True
     raw: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UserError(f"no intervention {self.kind!r}; allowed are {', '.join(KINDS)}.")
 
     @classmethod
     def parse(cls, name: str) -> "Intervention":
@@ -89,6 +95,12 @@ class Intervention:
     def changes_positions(self) -> bool:
         """Whether it changes positions."""
         return self.kind != "no_embed"
+
+    def __str__(self) -> str:
+        if not self.is_random:
+            return self.kind
+        scale = str(self.scale).removesuffix(".0")
+        return f"noise:{scale}{':meta' * self.meta_only}{':raw' * self.raw}"
 
 
 @contextmanager
@@ -133,16 +145,14 @@ def _check(intervention: Intervention, model: PreTrainedModel) -> None:
     if intervention.changes_positions:
         if not isinstance(model, MetaGPT2ForCausalLM):
             raise UserError(
-                f"{intervention.kind} is for this package's own models; on others use no_embed."
+                f"{intervention} is for this package's own models; on others use no_embed."
             )
         if model.config.position_embedding == "none":
             raise UserError(
-                f"{intervention.kind} changes positions, and this model has position_embedding 'none'; use no_embed."
+                f"{intervention} changes positions, and this model has position_embedding 'none'; use no_embed."
             )
     if intervention.meta_only and getattr(model.config, "meta_token_id", None) is None:
-        raise UserError(
-            f"{intervention.kind} changes meta-tokens, and this model has no meta_token_id."
-        )
+        raise UserError(f"{intervention} changes meta-tokens, and this model has no meta_token_id.")
 
 
 def _check_inputs(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:

@@ -359,8 +359,8 @@ class MetaGPT2ForCausalLM(MetaVocabulary, MetaGPT2PreTrainedModel, MetaTokenGene
                 output flags of transformers.
 
         Returns:
-            Logits (batch, positions, vocabulary); with `labels` and `scored_positions`, (batch, most, vocabulary), only
-            those that a label scores.
+            Logits (batch, positions, vocabulary). In training mode with `labels` and `scored_positions` only those that
+            a label scores, (batch, most, vocabulary), whatever `logits_to_keep` is.
 
         Raises:
             UserError: if the sequence is longer than a learned table of positions; if several are packed into a row
@@ -391,7 +391,12 @@ class MetaGPT2ForCausalLM(MetaVocabulary, MetaGPT2PreTrainedModel, MetaTokenGene
         if labels is not None:
             labels, kwargs = without_meta_tokens(labels, self.config.meta_token_id, kwargs)
         hidden = outputs.last_hidden_state
-        if labels is not None and scored_positions is not None:
+        if (
+            self.training
+            and labels is not None
+            and scored_positions is not None
+            and kwargs.get("shift_labels") is None
+        ):
             # The head is the widest product of a small model.
             scored, targets = scored_labels(labels, scored_positions)
             logits = linear(self.lm_head, hidden[scored])

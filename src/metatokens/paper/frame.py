@@ -128,7 +128,7 @@ def _preset_of(read: RunLines) -> str | None:
         raise UserError(
             f"there are lines of the preset {presets[0]} and of other runs; report that preset alone."
         )
-    return presets[0] if presets else None
+    return presets[0] if recipes == {*presets[:1]} else None
 
 
 def select(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:

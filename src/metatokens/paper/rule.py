@@ -165,15 +165,10 @@ def verdict(measured: Effect, kind: Kind, smallest: float) -> Verdict:
     if measured.low > supports:
         return "supported"
     if measured.high < rules_out:
-        return _ruled_out(kind, measured.high)
+        if kind != "gain":
+            return "contradicted"
+        return "reversed" if measured.high < 0 else "no lead"
     return "inconclusive"
-
-
-def _ruled_out(kind: Kind, high: float) -> Verdict:
-    """The verdict on a claim that an interval with this upper end rules out."""
-    if kind != "gain":
-        return "contradicted"
-    return "reversed" if high < 0 else "no lead"
 
 
 def verdict_everywhere(
@@ -187,10 +182,8 @@ def verdict_everywhere(
     """
     supports, rules_out = boundaries(kind, smallest)
     level = corrected(len(strata))
-    highs = [effect([stratum], level).high for stratum in strata]
-    ruling_out = [high for high in highs if high < rules_out]
-    if ruling_out:
-        return _ruled_out(kind, min(ruling_out))
+    if any(effect([stratum], level).high < rules_out for stratum in strata):
+        return "no lead" if kind == "gain" else "contradicted"
     if is_complete and all(effect([stratum]).low > supports for stratum in strata):
         return "supported"
     return "inconclusive"

@@ -4,6 +4,7 @@ import platform
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from metatokens.paper.plan import Stage, select, stages
 from metatokens.paper.pools import ProcessPool
 from metatokens.paper.presets import preset
 from metatokens.paper.records import ModelInfo, RunInfo, StageRecord
-from metatokens.paper.run_log import RunLog
+from metatokens.paper.run_log import FinishedStage, RunLog
 from metatokens.paper.runner import Runner
 from metatokens.paper.variants import Preset
 from metatokens.records import library_versions, now
@@ -164,12 +165,17 @@ def _write_provenance(log: RunLog, name: str, sizes: Preset, *, workers: int) ->
         cores=available_cores(),
         workers=workers,
         versions=library_versions(),
-        # Since then it may have been interrupted and resumed.
-        created=min(entry.finished for entry in entries.values()),
+        created=min(map(_began, entries.values())),
         finished=now(),
         stages=[StageRecord(**stage) for stage in times],
     )
     write_whole(log.out / "run.json", info.model_dump_json(exclude_defaults=True).encode())
+
+
+def _began(entry: FinishedStage) -> str:
+    """The time at which a stage began, to a second."""
+    finished = datetime.fromisoformat(entry.finished)
+    return (finished - timedelta(seconds=entry.seconds)).isoformat(timespec="seconds")
 
 
 def _command(out: Path, name: str, sizes: Preset) -> str:

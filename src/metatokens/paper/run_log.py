@@ -43,6 +43,8 @@ class RunLog:
         self.entries: dict[str, FinishedStage] = {}
         for number, line in enumerate(_whole_lines(out / LOG), start=1):
             entry = parse_record(FinishedStage, line, f"{out / LOG}, line {number}")
+            if entry.name in self.entries:
+                raise UserError(f"{out / LOG}, line {number} repeats the stage {entry.name!r}.")
             self.entries[entry.name] = entry
 
     def resume(self) -> None:

@@ -81,7 +81,7 @@ def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     visibility = see(decoder, is_meta, kwargs, cache, form)
     running: Any = current().running
     running.context = _context(decoder, visibility)
-    return args, kwargs | _inputs_of_base(decoder, visibility, running, kwargs)
+    return args, kwargs | _for_base_and_blocks(decoder, visibility, running, kwargs)
 
 
 def _cache_with_room(decoder: Any, kwargs: dict[str, Any]) -> Cache | None:
@@ -92,7 +92,7 @@ def _cache_with_room(decoder: Any, kwargs: dict[str, Any]) -> Cache | None:
     return cache
 
 
-def _inputs_of_base(
+def _for_base_and_blocks(
     decoder: Any, visibility: Visibility, running: Pass, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """What the base is given in place of its inputs; what its blocks need besides is put into the pass."""

@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy
 
 from metatokens.data.landmarks import Landmarks
 from metatokens.decoder import logits_at, measure_cache_share
-from metatokens.errors import UserError
 from metatokens.evaluation.intervals import normal_interval, share_fields
 from metatokens.records import Result, pack_hits
 from metatokens.shrink.answering import answer_logits, is_answered
@@ -76,9 +75,6 @@ def draw_tests(
         excerpts: of prose.
         excerpt_length: tokens.
         replies: of the base, to requests about held-out texts.
-
-    Raises:
-        UserError: if the facts of a text leave no room for it.
     """
     groups = _by_kind(lookups.forms)
     generator = np.random.default_rng(SEED)
@@ -103,12 +99,6 @@ def draw_tests(
                 passage=kind == KINDS[0],
                 keeps_beyond=True,
             )
-            facts = [question for question in drawn.questions if question.kind == kind]
-            if len(facts) < FACTS:
-                raise UserError(
-                    f"tests.texts has texts of {length} tokens, in which {FACTS} facts have no room before the last "
-                    f"{beyond[length]} tokens: give longer ones."
-                )
             asked[length].append(drawn)
     beginning = lookups.beginning
     prose = lookups.prose.excerpts(excerpts, excerpt_length - len(beginning))

@@ -361,7 +361,7 @@ def last_good_checkpoint(folder: Path) -> Path | None:
     for path in sorted(checkpoints, key=_step_of, reverse=True):
         try:
             verify_manifest(path)
-        except (UserError, OSError) as error:  # where the first process has removed it already
+        except (UserError, FileNotFoundError) as error:  # another process may have removed it
             if is_first_process():
                 print(f"{error} It is dropped, and an earlier one is used.", file=sys.stderr)
                 shutil.rmtree(path, ignore_errors=True)

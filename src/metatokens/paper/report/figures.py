@@ -136,15 +136,19 @@ def _papers(ours: pd.DataFrame, model: str, positions: str) -> pd.DataFrame:
 
 def learning(tables: Tables) -> Figure:
     """Accuracy by training step on each task."""
-    points = select(learning_curves(tables.inputs.curves), position_embedding="rope")
+    points = _rotary(learning_curves(tables.inputs.curves))
     return curves(points, "step", xlabel="training step")
+
+
+def _rotary(figures: pd.DataFrame) -> pd.DataFrame:
+    """The figures of models with rotary positions, where there are such; a line would average over positions."""
+    rotary = select(figures, position_embedding="rope")
+    return figures if rotary.empty else rotary
 
 
 def similarity(tables: Tables) -> Figure:
     """Figure 2, right: centred cosine with the text tokens before, by distance."""
-    cosines = tables.inputs.measured(
-        metric="similarity_centred", marker="context", position_embedding="rope"
-    )
+    cosines = _rotary(tables.inputs.measured(metric="similarity_centred", marker="context"))
     cosines = cosines[cosines["layer"] == cosines["layer"].max()]
     return curves(
         cosines.assign(subject=[words("subject", subject) for subject in cosines["subject"]]),

@@ -113,8 +113,10 @@ class Cell:
         if len(self.runs) == 1:
             [value] = self.runs.values()
             return (value, *self.ends)
-        measured = effect([Stratum("", [self.runs])] if self.runs else [])
-        return measured.value, measured.low, measured.high
+        if not self.runs:
+            return math.nan, math.nan, math.nan
+        mean = effect([Stratum(task="", samples=[self.runs])])
+        return mean.value, mean.low, mean.high
 
     def shown(self, form: Form, runs_of_others: int = 0) -> str:
         """`92.7 ± 2.6`; of one run `92.7 (90.1 to 94.6)`, of two `92.7 (90.9, 94.5)`; the number of runs in brackets,
