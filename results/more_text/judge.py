@@ -6,6 +6,7 @@ The second file has the partners, which were pretrained on a twentieth of the te
 """
 
 import argparse
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
@@ -17,6 +18,7 @@ OTHERS = ("gpt2", "twin", "pause")
 SEEDS = range(22, 30)
 LENGTHS = (128, 256, 512)
 MAIN = 256  # tokens, twice the train length
+VARIANTS = {"list_recall": "/landmark", "parity": ""}  # of recipes, by the task of their models
 RECALL, PARITY = (
     ("list_recall", "landmark"),
     ("parity", "paper"),
@@ -49,11 +51,11 @@ class Lines:
         ]
         return chosen.set_index("seed")["value"]
 
-    def perplexities(self, model: str, text: str) -> pd.DataFrame:
+    def perplexities(self, model: str, text: str, variant: str) -> pd.DataFrame:
         """Perplexity of a text without meta-tokens, and that of its token frequencies, by seed."""
         chosen = self.lines[
             (self.lines["metric"] == "perplexity")
-            & (self.lines["recipe"] == self.preset)
+            & (self.lines["recipe"] == self.preset + variant)
             & (self.lines["model"] == model)
             & (self.lines["condition"] == "none")
             & (self.lines["text"] == text)
@@ -142,15 +144,17 @@ def gain_table(long: Lines, brief: Lines) -> list[str]:
 
 def perplexity_table(long: Lines, brief: Lines) -> list[str]:
     """Perplexity without meta-tokens: mean over seeds (lowest to highest); and that of the text's token frequencies."""
-    rows = header("text, pretraining", *MODELS, "token frequencies")
-    for text in ("held_out", "book"):
-        for name, lines in (("long", long), ("brief", brief)):
-            cells, chances = [], []
-            for model in MODELS:
-                values = lines.perplexities(model, text)
-                cells.append(_range_of(values["value"]))
-                chances += values["chance"].tolist()
-            rows.append(row(f"{text}, {name}", *cells, f"{max(chances):.0f}" if chances else "-"))
+    rows = header("text, models of, pretraining", *MODELS, "token frequencies")
+    for text, (task, variant), (name, lines) in product(
+        ("held_out", "book"), VARIANTS.items(), (("long", long), ("brief", brief))
+    ):
+        cells, chances = [], []
+        for model in MODELS:
+            values = lines.perplexities(model, text, variant)
+            cells.append(_range_of(values["value"]))
+            chances += values["chance"].tolist()
+        chance = f"{max(chances):.0f}" if chances else "-"
+        rows.append(row(f"{text}, {task}, {name}", *cells, chance))
     return rows
 
 
