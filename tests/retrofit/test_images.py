@@ -93,3 +93,17 @@ def test_meta_tokens_after_an_image_have_the_positions_of_a_whole_pass(
             **inputs_of(model, ids, image), **options, use_cache=use_cache, meta_every=every
         )
         assert new[0, ids.shape[1] :].tolist() == expected
+
+
+@torch.no_grad()
+def test_a_prompt_with_an_image_is_read_at_once() -> None:
+    model = retrofitted("qwen2_vl:multimodal")
+    ids, image = prompt_with_image(model)
+    options: Any = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+
+    whole, in_chunks = (
+        model.generate(**inputs_of(model, ids, image), **options, prefill_chunk_size=size)
+        for size in (None, 8)
+    )
+
+    assert torch.equal(whole, in_chunks)
