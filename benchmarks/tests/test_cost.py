@@ -16,6 +16,7 @@ from benchmarks.speed.cost import (
 )
 from benchmarks.speed.peers import dense_model
 from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM
+from metatokens.training.batches import with_positions
 
 META = 40
 SECOND = {"gpt2": "none", "twin": "causal", "meta": "meta", "dense": "meta"}
@@ -94,9 +95,10 @@ def test_forward_and_backward_equal_the_counter(
 
     labels = ids.masked_fill(ids == META, -100)
     labels[:, :6] = -100
-    scored = int((labels[:, 1:] != -100).sum())
+    labelled = with_positions({"input_ids": ids, "labels": labels}, META, multiple=1)
+    scored = labelled["scored_positions"].numel()
     with Counter() as step:
-        model.train()(ids, labels=labels).loss.backward()
+        model.train()(**labelled).loss.backward()
     assert step.products == flops(
         forward_products(model.config, **sizes, scored=scored), training=True
     )
