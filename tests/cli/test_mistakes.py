@@ -91,6 +91,7 @@ MISTAKES = {
     EVALUATE: "give either --task or --data",
     f"{FINETUNE} --task parity --data long.jsonl": "give either --task or --data",
     f"{PRETRAIN} --out new --set training.lora_rank=2": "training.lora_rank needs a trained model: give --init",
+    f"{PRETRAIN} --out new --set training.lora_rank=2 --set model.architecture=gpt_neo": "needs a trained model: give",
     f"{FINETUNE} --data long.jsonl --set task.train_steps=[1]": "--set task.train_steps=[1] is for --task",
     f"{FINETUNE} --task list_recall --set task.question_sees=landmarks --eval-data long.jsonl": "leave one of them out",
     f"{EVALUATE} --task parity --landmarks line": "--landmarks goes with --data",

@@ -77,3 +77,11 @@ def test_a_cache_filled_without_gradients_goes_on_with_them_and_the_other_way_ro
         with context():
             logits = model(ids[:, part], past_key_values=cache).logits.clone()
         assert_close(logits, expected[:, part], ROUNDED_DOUBLE)
+
+
+@torch.no_grad()
+def test_a_cache_of_another_batch_is_refused() -> None:
+    model, cache = shared_model(second_attention="none"), DynamicCache()
+    model(torch.tensor(random_rows((9, 9))), past_key_values=cache)
+    with pytest.raises(RuntimeError):  # assigning the row would broadcast it
+        model(torch.tensor(random_rows((3,))), past_key_values=cache)
