@@ -402,7 +402,8 @@ def test_a_model_of_the_hub_is_fetched_by_name(tmp_path, monkeypatch):
     assert (
         fetch_model(Path("hf:EleutherAI/gpt-neo-125m")) == tmp_path / "EleutherAI" / "gpt-neo-125m"
     )
-    assert fetch_model(Path("EleutherAI/gpt-neo-125m")) == Path("EleutherAI/gpt-neo-125m")
+    for folder in (Path("EleutherAI/gpt-neo-125m"), Path("example:mistyped")):
+        assert fetch_model(folder) == folder
 
 
 @pytest.mark.parametrize("name", ["", "nobody/nothing"])
