@@ -226,7 +226,7 @@ class MetaTokenGenerationMixin(GenerationMixin):
         positions = position_ids_from_mask(mask)
         axes = kwargs.get("position_ids")
         if axes is not None and axes.ndim == 3:
-            # Of a multimodal model; a meta-token moves all axes by one.
+            # A multimodal model has three axes of positions. A meta-token moves each by one.
             positions = axes[..., text_indices] + is_meta.cumsum(0)
         unread = {
             CACHE: cache,

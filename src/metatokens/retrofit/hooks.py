@@ -95,7 +95,7 @@ def _cache_with_room(decoder: Any, kwargs: dict[str, Any]) -> Cache | None:
 def _for_base_and_blocks(
     decoder: Any, visibility: Visibility, running: Pass, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """What the base is given in place of its inputs; what its blocks need besides is put into the pass."""
+    """Put what the blocks need into the pass, and return the inputs that replace those of the base."""
     if visibility.sequences is not None:  # then nothing forgets text
         if decoder.config._attn_implementation in ("sdpa", "eager", "flex_attention"):
             # The first block checks by its mask that the base keeps them apart.
