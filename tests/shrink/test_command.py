@@ -244,13 +244,25 @@ def test_progress_counts_each_result_once(call, tmp_path):
     assert of_base == [[done, len(of_base)] for done in range(1, len(of_base) + 1)]
 
 
-def test_options_reach_the_run(line, documents, base, tmp_path, metatokens):
+def test_forms_and_questions_of_a_user_reach_the_run(line, tmp_path, metatokens):
     forms, questions, out = (tmp_path / name for name in ("forms.yaml", "own.jsonl", "run"))
     forms.write_text('train: {keys: [{state: " {name}!", ask: "\\nWho?", answer: " {name}"}]}')
     questions.write_text(f"{json.dumps(QUESTION)}\n" * 23)
-    inputs = f"--forms {forms} --questions {questions}"
 
-    succeed(metatokens, f"{line} --out {out} --full-heads 2.1,0.0 --landmarks sentence {inputs}")
+    succeed(metatokens, f"{line} --out {out} --forms {forms} --questions {questions}")
+
+    assert " {name}!" in (out / "settings.json").read_text()
+    figures = figures_of(out)
+    assert [line["n"] for line in figures if line.get("task") == "own"] == [2]  # every tenth
+    assert "Your own 2 held-out questions" in (out / "page.html").read_text()
+
+
+def test_landmarks_and_heads_of_a_user_leave_less_for_the_window(
+    line, documents, base, tmp_path, metatokens
+):
+    out = tmp_path / "run"
+
+    succeed(metatokens, f"{line} --out {out} --full-heads 2.1,0.0 --landmarks sentence")
 
     assert not (out / "heads.json").exists()
     window, heads = window_of(out / "model")
@@ -259,10 +271,6 @@ def test_options_reach_the_run(line, documents, base, tmp_path, metatokens):
     tokens = len(AutoTokenizer.from_pretrained(base)("\n\n".join(documents)).input_ids)
     share = 1 / 3 + landmarks / tokens + 2 / 3 * (window + 4) / 128
     assert 0.5 - 1 / 128 < share < 0.5 + 0.01
-    assert " {name}!" in (out / "settings.json").read_text()
-    figures = figures_of(out)
-    assert [line["n"] for line in figures if line.get("task") == "own"] == [2]  # every tenth
-    assert "Your own 2 held-out questions" in (out / "page.html").read_text()
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # PEFT sets it itself for GPT-2
@@ -313,7 +321,8 @@ MISTAKES = {
     "--questions few.jsonl": "few.jsonl has 9 records, and every tenth is held out: give at least 10",
     "--model without-start --questions bare.jsonl": "bare.jsonl has a prompt of a single token",
     "--questions long.jsonl": "long.jsonl has a record of 2,0",
-    "--questions marked.jsonl --landmarks sentence": "marked.jsonl has records with markers",
+    "--questions few.jsonl --landmarks sentence": "cache.landmarks and --questions do not go together",
+    "--set 'tests.texts={200: 1}'": "a test of 200 tokens has no room for 6 facts of the kind",
     "--set training.lora_rank=0": "shrink trains adapters of the model",
     "--set training.position_jumps=64": "training.position_jumps and eval_steps are not for shrink",
     "--forms nowhere.yaml": "nowhere.yaml holds no forms of look-ups",
@@ -327,8 +336,6 @@ def ground(base, tmp_path_factory):
     """A folder with what cannot be used."""
     folder = tmp_path_factory.mktemp("ground")
     (folder / "empty.jsonl").touch()
-    marked = {"prompt": "A _PAUSE_ bird.", "markers": [1], "completion": " b"}
-    (folder / "marked.jsonl").write_text(f"{json.dumps(marked)}\n" * 10)
     (folder / "few.jsonl").write_text(f"{json.dumps(QUESTION)}\n" * 9)
     bare = QUESTION | {"prompt": "A"}
     (folder / "bare.jsonl").write_text(f"{json.dumps(bare)}\n" * 10)

@@ -121,9 +121,9 @@ def test_rates_are_what_generation_finds(case, lookups):
         asked.questions[seed].answer[seed] += 1  # another token of each text's answers is wrong
         texts.append(asked)
 
-    tests = measuring.Tests({200: texts}, [])
+    tests = measuring.Tests({200: texts}, excerpts=[])
     of_model = measuring.Measuring(case.model, "name", seed=7, landmarks=case.landmarks)
-    results = {result.task: result for result in of_model.results(tests)}
+    results = {result.task: result for result in of_model.results(tests, replies=[])}
 
     hits = {}
     for seed, asked in enumerate(texts):
@@ -142,11 +142,11 @@ def test_perplexity_is_that_of_the_second_half_or_of_a_reply(case, text):
     excerpts = text.held_out.excerpts(3, 201)
     reply = Encoded(input_ids=excerpts[2], answer_start=160)
 
-    tests = measuring.Tests({}, excerpts[:2], [reply])
+    tests = measuring.Tests({}, excerpts[:2])
     of_model = measuring.Measuring(case.model, "name", seed=7, landmarks=case.landmarks)
 
     scored = (101, 101, 41)
-    for excerpt, n, result in zip(excerpts, scored, of_model.results(tests), strict=True):
+    for excerpt, n, result in zip(excerpts, scored, of_model.results(tests, [reply]), strict=True):
         ids = case.read_as(excerpt)
         predicted = whole_pass(case.model, ids).log_softmax(dim=-1)
         losses = [

@@ -13,14 +13,15 @@ from torch.nn.functional import cross_entropy
 
 from metatokens.data.landmarks import Landmarks
 from metatokens.decoder import logits_at, measure_cache_share
+from metatokens.errors import UserError
 from metatokens.evaluation.intervals import normal_interval, share_fields
 from metatokens.records import Result, pack_hits
 from metatokens.shrink.answering import answer_logits, is_answered
-from metatokens.shrink.lookups import CHAT, KINDS, TRAINED, Asked, Form, Lookups
+from metatokens.shrink.lookups import CHAT, KINDS, PASSAGE, TRAINED, Asked, Form, Lookups
 from metatokens.shrink.sizes import ROOM
 from metatokens.tasks.example import Encoded
 
-# A text states so many facts of one form. So whoever names any stated value is right in a sixth of the cases.
+# Each text states so many facts, all of one form. So whoever names any stated value is right in a sixth of the cases.
 FACTS = 6
 ASKED_IN_CHAT = "question"  # the kind whose forms are asked about in a chat
 SEED = 2026  # of all tests
@@ -37,17 +38,15 @@ class Tests:
     Attributes:
         asked: texts with questions, by length; None: a user's own.
         excerpts: held-out prose, (tokens,) each.
-        replies: of the base, to requests about held-out texts in a chat.
     """
 
     asked: Mapping[int | None, Sequence[Asked]]
     excerpts: Sequence[Sequence[int]]
-    replies: Sequence[Encoded] = ()
 
     @property
     def number_of_results(self) -> int:
-        """How many results `Measuring` gives: one for each length and kind of look-ups, and each perplexity."""
-        number = len(self.excerpts) + len(self.replies)
+        """How many results a model has: one for each length and kind of look-ups, and for each excerpt."""
+        number = len(self.excerpts)
         for texts in self.asked.values():
             number += len({question.kind for asked in texts for question in asked.questions})
         return number
@@ -62,7 +61,6 @@ def draw_tests(
     user_questions: Sequence[Asked],
     excerpts: int,
     excerpt_length: int,
-    replies: Sequence[Encoded],
 ) -> Tests:
     """Draw the tests.
 
@@ -74,7 +72,9 @@ def draw_tests(
         user_questions: a user's held-out questions.
         excerpts: of prose.
         excerpt_length: tokens.
-        replies: of the base, to requests about held-out texts.
+
+    Raises:
+        UserError: if a text has no room for all facts.
     """
     groups = _by_kind(lookups.forms)
     generator = np.random.default_rng(SEED)
@@ -99,10 +99,15 @@ def draw_tests(
                 passage=kind == KINDS[0],
                 keeps_beyond=True,
             )
+            if len([question for question in drawn.questions if question.kind != PASSAGE]) < FACTS:
+                raise UserError(
+                    f"a test of {length:,} tokens has no room for {FACTS} facts of the kind {kind!r}, in this text: "
+                    "leave that length out of tests.texts."
+                )
             asked[length].append(drawn)
     beginning = lookups.beginning
     prose = lookups.prose.excerpts(excerpts, excerpt_length - len(beginning))
-    return Tests(asked, [[*beginning, *excerpt] for excerpt in prose], replies)
+    return Tests(asked, [[*beginning, *excerpt] for excerpt in prose])
 
 
 def _by_kind(forms: Sequence[Form]) -> dict[str, list[Form]]:
@@ -125,16 +130,16 @@ class Measuring:
     seed: int
     landmarks: Landmarks | None
 
-    def results(self, tests: Tests) -> Iterator[Result]:
+    def results(self, tests: Tests, replies: Sequence[Encoded]) -> Iterator[Result]:
         """The share of look-ups that are answered exactly, by length and kind; then perplexities.
 
-        They are those of the second half of each excerpt, and of each reply.
+        They are those of the second half of each excerpt, and of each reply of the base about held-out texts.
         """
         for length, texts in tests.asked.items():
             yield from self._lookups(length, texts)
         for number, excerpt in enumerate(tests.excerpts):
             yield self._perplexity(f"{EXCERPT} {number}", excerpt, len(excerpt) // 2)
-        for number, reply in enumerate(tests.replies):
+        for number, reply in enumerate(replies):
             yield self._perplexity(f"{REPLY} {number}", list(reply.input_ids), reply.answer_start)
 
     def _lookups(self, length: int | None, texts: Sequence[Asked]) -> Iterator[Result]:

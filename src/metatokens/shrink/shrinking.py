@@ -118,11 +118,11 @@ def shrink(
     run = _Run(recipe, model, list(corpora), out, forms, questions)
     text_files = [Path(file) for corpus in corpora for file in files_of(corpus)]
     inputs = [model, forms, questions, *text_files]
+    # Before anything is written: tests that cannot be drawn need another recipe.
+    tests = run.draw_tests()
     with open_run(out, run.settings, overwrite=overwrite, inputs=inputs):
         run.choose(watch)
         run.ask_base(watch)
-        # Before the trainings: tests that cannot be drawn need another recipe.
-        tests = run.draw_tests()
         for arm in run.arms(controls=controls):
             run.train(arm, watch)
             run.measure(arm, tests, watch)
@@ -184,6 +184,9 @@ class _Run:
 
     def _records_of(self, questions: Path, limit: int) -> list[Example]:
         """The user's own records: enough to hold some out, and short enough for the model."""
+        if self.landmarks is not None:
+            # They go into a text and into a question about it, and a record does not say where its text ends.
+            raise UserError("cache.landmarks and --questions do not go together: leave one out.")
         records = read_examples(questions, self.tokenizer)
         if len(records) < HELD_OUT_EVERY:
             raise UserError(
@@ -197,12 +200,6 @@ class _Run:
         if longest > limit:
             raise UserError(
                 f"{questions} has a record of {longest:,} tokens, and the model reads at most {limit:,}."
-            )
-        if self.landmarks is not None and any(
-            self.landmarks.meta_token_id in record.input_ids for record in records
-        ):
-            raise UserError(
-                f"{questions} has records with markers, and cache.landmarks puts meta-tokens elsewhere: leave one out."
             )
         return records
 
@@ -359,7 +356,6 @@ class _Run:
             user_questions=[_asked(record) for record in self.records_to_measure_on],
             excerpts=self.recipe.tests.excerpts,
             excerpt_length=self.sizes.longest,
-            replies=self.replies("test"),
         )
 
     def measure(self, arm: Arm, tests: Tests, watch: Watch) -> None:
@@ -375,11 +371,13 @@ class _Run:
             # The base's meta-token is not trained.
             landmarks=None if arm.folder is None else self.landmarks,
         )
+        replies = self.replies("test")
+        total = tests.number_of_results + len(replies)
         results: list[Result] = []
         with watch(f"measure: {arm.name}") as progress:
-            for result in measuring.results(tests):
+            for result in measuring.results(tests, replies):
                 results.append(result)
-                progress(len(results), tests.number_of_results, {})
+                progress(len(results), total, {})
         lines = "".join(f"{result.line()}\n" for result in stamped(results))
         write_whole(file, lines.encode())
 
