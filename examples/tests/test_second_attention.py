@@ -9,6 +9,7 @@ import torch
 
 from examples.second_attention import NEAR, NearTextConfig, NearTextModel
 from metatokens import set_text_window
+from metatokens.analysis.observation import observe
 from metatokens.checkpoint import load_model
 from metatokens.errors import UserError
 from tests.model.test_visibility import (
@@ -100,3 +101,11 @@ def test_continuous_batching_is_refused() -> None:
     model = NearTextModel(config(eos_token_id=0)).eval()
     with pytest.raises(UserError, match="no second attention of this kind"):
         model.generate_batch([[1, 2, 3]], max_new_tokens=2)
+
+
+def test_its_attention_is_not_observed() -> None:
+    model = NearTextModel(config()).eval()
+    with pytest.raises(
+        UserError, match="a second attention that needs all rows cannot be observed"
+    ):
+        observe(model, torch.tensor(random_rows([20])[0]))

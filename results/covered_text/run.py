@@ -25,7 +25,7 @@ from metatokens.data.writing import write_token_store
 from metatokens.evaluation.accuracy import draw_test_examples, shortcut_rates
 from metatokens.evaluation.intervals import wilson_interval
 from metatokens.files import write_whole
-from metatokens.paper.presets import preset
+from metatokens.paper.presets import load_preset
 from metatokens.paper.variants import TrainedModel, finetune_recipe, pretrain_recipe, with_data
 from metatokens.records import pack_hits
 from metatokens.tasks.curriculum import task_texts
@@ -41,7 +41,7 @@ TASKS = ("list_recall", "parity", "segment_counting")
 LENGTHS = {128: 2000, 256: 1000, 512: 500}
 N = 1000  # prompts of 128 tokens in other conditions, and of cuts in all layers
 N_LOCAL = 500  # of cuts in one layer or one head
-SMALL = preset("small")
+SMALL = load_preset("small")
 UP_TO_128 = ("task.train_lengths=[128]", "task.train_steps=null")
 # With a third of these steps `pause` and `gpt2` have not learned list recall with the text in sight.
 LONGER = {

@@ -82,11 +82,14 @@ def logits_at(
     output = decoder(input_ids, attention_mask=mask, use_cache=False)
     rows_per_piece = max(1, PIECE // model.config.get_text_config().vocab_size)
     for piece in output[0][chosen].split(rows_per_piece):
-        yield _head(model, decoder, output, piece)
+        yield _logits_of_states(model, decoder, output, piece)
 
 
-def _head(model: Any, decoder: Any, output: Any, states: Tensor) -> Tensor:
-    """The logits of final states, by the model's own forward, since it may scale or cap them."""
+def _logits_of_states(model: Any, decoder: Any, output: Any, states: Tensor) -> Tensor:
+    """The logits of final states, (states, features): the model's own forward may scale or cap them.
+
+    The blocks do not run: the decoder returns `output`, with these states in it.
+    """
     output["last_hidden_state"] = states[None]
     with patch.object(decoder, "forward", lambda *args, **kwargs: output):
         return model(states.new_zeros((1, 1), dtype=torch.int64), use_cache=False).logits[0]

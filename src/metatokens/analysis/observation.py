@@ -170,6 +170,8 @@ class _Recorder:
     def note_meta_attention(
         self, module: MetaAttention, args: tuple[Tensor], kwargs: dict[str, Any]
     ) -> None:
+        if module.needs_all_rows:
+            raise UserError("a second attention that needs all rows cannot be observed.")
         projected = module.project(args[0], kwargs["rotary"], log_keys=kwargs.get("log_keys"))
         queries, keys, values = (tensor[0].double() for tensor in projected)
         inputs = AttentionInputs(queries, keys, values, kwargs["rows"].indices[0], module.scaling)

@@ -51,11 +51,10 @@ class Part(NamedTuple):
     """A piece of a corpus: some of its files, or one shard of a dataset."""
 
     files: tuple[str, ...] = ()
-    states: tuple[
-        tuple[int, int], ...
-    ] = ()  # of the files: bytes, and the time of the last change in nanoseconds
-    number: int = 0  # of the dataset's shard
-    of: int = 1  # shards
+    # Of the files: bytes, and the time of the last change in nanoseconds.
+    states: tuple[tuple[int, int], ...] = ()
+    number: int = 0  # of the shard
+    shards: int = 1  # of the dataset
 
 
 def read_corpus(spec: str) -> Iterator[str]:
@@ -91,7 +90,7 @@ def corpus_parts(spec: str) -> list[Part]:
     if spec.startswith(HUB):
         with _reading(spec):
             count = _open_dataset(spec).num_shards
-        return [Part(number=number, of=count) for number in range(count)]
+        return [Part(number=number, shards=count) for number in range(count)]
     files_by_start: dict[int, list[tuple[str, tuple[int, int]]]] = defaultdict(list)
     start = 0
     for file in files_of(spec):
@@ -205,9 +204,9 @@ READERS: dict[str, Callable[[Path], Iterator[str]]] = {
 
 
 def _dataset(spec: str, part: Part) -> Iterator[str]:
-    source = f"{spec}, shard {part.number + 1} of {part.of}"
+    source = f"{spec}, shard {part.number + 1} of {part.shards}"
     with _reading(source):
-        rows = _open_dataset(spec).shard(num_shards=part.of, index=part.number)
+        rows = _open_dataset(spec).shard(num_shards=part.shards, index=part.number)
         for number, row in enumerate(rows, start=1):
             yield _text(row, f"{source}, row {number}")
 

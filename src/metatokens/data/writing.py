@@ -264,7 +264,7 @@ def _move_into_place(staging: Path, out: Path) -> None:
 
 def _write_parts(work: Work, workers: int) -> None:
     """Write the missing shards, in at most `workers` processes."""
-    missing = [part for part in range(len(work.plan.parts)) if not _record(work, part).exists()]
+    missing = [part for part in range(len(work.plan.parts)) if not _done_file(work, part).exists()]
     processes = min(workers, len(missing))
     if processes <= 1:
         for part in missing:
@@ -298,7 +298,7 @@ def _write_part_in_worker(part: int) -> None:
     _write_part(_work, part)
 
 
-def _record(work: Work, part: int) -> Path:
+def _done_file(work: Work, part: int) -> Path:
     """The file that marks a part as done, and holds the manifest's entries of its shards."""
     return work.folder / "done" / f"{part:05}.json"
 
@@ -323,7 +323,7 @@ def _write_part(work: Work, part: int) -> None:
         split: Shard(part=part, sha256=file_sha256(path), **counts[split])
         for split, path in paths.items()
     }
-    write_whole(_record(work, part), FinishedPart(shards=shards).model_dump_json().encode())
+    write_whole(_done_file(work, part), FinishedPart(shards=shards).model_dump_json().encode())
 
 
 def _batches(documents: Iterator[str]) -> Iterator[list[str]]:

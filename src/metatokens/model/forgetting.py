@@ -69,8 +69,8 @@ class ForgettingRule:
         """
         if positions.is_floating_point():
             raise UserError("with a text_window, positions are whole numbers; these are fractions.")
-        is_remembered = is_meta | (positions < config.text_sinks)
-        last_readers = [torch.where(is_remembered, FOREVER, positions + config.text_window - 1)]
+        stays = is_meta | (positions < config.text_sinks)
+        last_readers = [torch.where(stays, FOREVER, positions + config.text_window - 1)]
         if (are_chosen or cache is not None) and not torch.compiler.is_compiling():
             _check_order(positions, is_real, cache)
         if config.text_full_layers or full_heads_by_block(config):
@@ -121,8 +121,8 @@ class ForgettingRule:
         """Which keys each query sees, (batch, length, keys) bool."""
         positions = self.positions[:, :, None]
         is_earlier = self.keys.positions[:, None, :] <= positions
-        is_remembered = positions <= self.keys.last_readers[:, None, :]
-        return is_earlier & is_remembered
+        is_kept = positions <= self.keys.last_readers[:, None, :]
+        return is_earlier & is_kept
 
 
 def _check_order(positions: Tensor, is_real: Tensor, cache: Any) -> None:

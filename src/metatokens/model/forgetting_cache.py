@@ -1,4 +1,4 @@
-"""Caches that forget text: entries that no later query sees are dropped."""
+"""Caches that forget text: entries that no later query sees are dropped. Positions stay those of the text."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -247,7 +247,7 @@ def make_forgetting(cache: Any, config: Any) -> None:
     cache.layers += [DynamicLayer() for _ in range(blocks - len(cache.layers))]
     add_mixin(cache, ForgettingCache)
     cache.rule = rule
-    # A second attention's layers come after those of all blocks.
+    # A second causal attention has the layer `blocks + block` for each block.
     full_layers = [
         layer for number, layer in enumerate(cache.layers) if number % blocks in full_blocks
     ]

@@ -1,7 +1,7 @@
 """The rows of a batch that hold meta-tokens: meta-attention gathers them, and scatters its output back.
 
-Positions are tensors of a fixed shape, (batch, most), with -1 where a row has fewer. Code that builds a batch
-can pass them along. Finding them in the ids forces a device sync, which breaks a compiled graph.
+Their places are a tensor, (batch, most), with -1 where a row has fewer. Code that builds a batch can pass it along.
+Finding them in the ids forces a device sync, which breaks a compiled graph.
 """
 
 from typing import NamedTuple
@@ -65,11 +65,11 @@ def shown(mask: Tensor) -> Tensor:
 
 
 class GatheredRows(NamedTuple):
-    """Where the meta-tokens of a batch are. Sequences with fewer than the most are padded.
+    """Where the meta-tokens of a batch are. Rows with fewer than the most are padded.
 
     Attributes:
         indices: (batch, most) int64, the place of each meta-token in the input, ascending. Padding comes last and
-            points at the sequence's first place, so that causal attention among the gathered rows hides it from all
+            points at the row's first place, so that causal attention among the gathered rows hides it from all
             real ones.
         valid: (batch, most) bool, False at padding.
         slots: (batch, most) int64, the place in the cache, which counts cached tokens; -1 at padding.
@@ -94,7 +94,7 @@ class GatheredRows(NamedTuple):
         """Rows at (batch, most) places of an input that follows `cached` tokens; None if there is no column.
 
         Args:
-            index: (batch, most) int64, ascending, -1 where a sequence has fewer, as from `positions_of`.
+            index: (batch, most) int64, ascending, -1 where a row of the batch has fewer, as from `positions_of`.
             cached: the number of tokens in the cache.
             sequences: (batch or 1, length), as from `packed_sequences`.
             minimum: pad to at least this many rows.

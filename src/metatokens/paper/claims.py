@@ -290,12 +290,12 @@ def _why_left_out(claim: Claim, means: np.ndarray, chance: float) -> str:
     return ""
 
 
-def _complete(scores: pd.DataFrame, settings: int) -> pd.DataFrame:
-    """The scores of the runs that have every figure of their training in so many settings, with the `share` of each."""
-    figures = scores.groupby("training")["figure"].transform("nunique")
+def _complete(scores: pd.DataFrame, count: int) -> pd.DataFrame:
+    """The scores of the runs that have every figure of their training in `count` settings, with the `share` of each."""
+    figures_of_side = scores.groupby("training")["figure"].transform("nunique")
     scores_of_run = scores.groupby(["training", "seed"])["figure"].transform("size")
-    complete = scores[scores_of_run == settings * figures]
-    return complete.assign(share=complete["sign"] / settings)
+    complete = scores[scores_of_run == count * figures_of_side]
+    return complete.assign(share=complete["sign"] / count)
 
 
 def _stratum(

@@ -72,17 +72,17 @@ class Stage:
         return recipe.training.max_steps
 
 
-def stages(sizes: Preset) -> list[Stage]:
+def stages(preset: Preset) -> list[Stage]:
     """The stages of a preset, in the order in which they run: each after those that it needs."""
     # Several tasks name the pretraining of a model: it keeps its first place.
-    return list({stage.name: stage for stage in _stages(sizes)}.values())
+    return list({stage.name: stage for stage in _stages(preset)}.values())
 
 
-def _stages(sizes: Preset) -> Iterator[Stage]:
+def _stages(preset: Preset) -> Iterator[Stage]:
     yield _stage("tokenize", product="tokens/manifest.json")
     yield _stage("describe_tasks", after=("tokenize",))
-    for task in sizes.tasks:
-        for condition, counts in drawn_counts(sizes, task).items():
+    for task in preset.tasks:
+        for condition, counts in drawn_counts(preset, task).items():
             yield _stage(
                 "draw_tests",
                 task=task,
@@ -90,16 +90,16 @@ def _stages(sizes: Preset) -> Iterator[Stage]:
                 options={"counts": counts},
                 after=("tokenize",),
             )
-        for model in sizes.models:
+        for model in preset.models:
             if task in model.tasks:
-                yield from _weights_stages(model, sizes)
-                yield _finetune_stage(model, sizes, task)
-                yield _evaluate_stage(model, sizes, task)
-        yield from _inspection_stages(sizes, task)
-        if sizes.looked_into:
-            yield _look_stage(sizes, task)
-    for model in sizes.models:
-        yield from _weights_stages(model, sizes)
+                yield from _weights_stages(model, preset)
+                yield _finetune_stage(model, preset, task)
+                yield _evaluate_stage(model, preset, task)
+        yield from _inspection_stages(preset, task)
+        if preset.looked_into:
+            yield _look_stage(preset, task)
+    for model in preset.models:
+        yield from _weights_stages(model, preset)
 
 
 def select(plan: list[Stage], only: str | None) -> list[Stage]:
@@ -118,18 +118,18 @@ def select(plan: list[Stage], only: str | None) -> list[Stage]:
     return [stage for stage in plan if stage.name in needed]
 
 
-def _weights_stages(model: TrainedModel, sizes: Preset) -> Iterator[Stage]:
+def _weights_stages(model: TrainedModel, preset: Preset) -> Iterator[Stage]:
     """The stages that make and measure the weights from which a model is fine-tuned, unless they are another's."""
     if model.start != model.name:
         return
-    recipe = pretrain_recipe(sizes, model)
+    recipe = pretrain_recipe(preset, model)
     options: Fields
     if model.published is not None:
         after, options = "tokenize", {"published": model.published}
     elif model.extension is None:
         after, options = "tokenize", {"recipe": recipe}
     else:
-        longer = extend_recipe(sizes, model, recipe)
+        longer = extend_recipe(preset, model, recipe)
         after = f"pretrain-{model.pretrained_as}"
         options = {"recipe": longer, "factor": model.extension}
     weights = _stage(
@@ -143,9 +143,9 @@ def _weights_stages(model: TrainedModel, sizes: Preset) -> Iterator[Stage]:
     yield _stage("perplexity", model, after=(weights.name,), tables=(*model.tables, "perplexity"))
 
 
-def _finetune_stage(model: TrainedModel, sizes: Preset, task: str) -> Stage:
-    recipe = finetune_recipe(sizes, model, task)
-    probe_steps = sizes.probe_steps.get(task)
+def _finetune_stage(model: TrainedModel, preset: Preset, task: str) -> Stage:
+    recipe = finetune_recipe(preset, model, task)
+    probe_steps = preset.probe_steps.get(task)
     tables = _tables(model, task)
     return _stage(
         "finetune",
@@ -158,10 +158,10 @@ def _finetune_stage(model: TrainedModel, sizes: Preset, task: str) -> Stage:
     )
 
 
-def _evaluate_stage(model: TrainedModel, sizes: Preset, task: str) -> Stage:
-    counts, lengths = counts_of(sizes, model, task), lengths_tested(sizes, model, task)
-    options: Fields = {"counts": counts, "train_lengths": lengths, "ratio": sizes.test_ratio}
-    question_sees = finetune_recipe(sizes, model, task).task.question_sees
+def _evaluate_stage(model: TrainedModel, preset: Preset, task: str) -> Stage:
+    counts, lengths = counts_of(preset, model, task), lengths_tested(preset, model, task)
+    options: Fields = {"counts": counts, "train_lengths": lengths, "ratio": preset.test_ratio}
+    question_sees = finetune_recipe(preset, model, task).task.question_sees
     if question_sees:
         options["question_sees"] = question_sees
     tables = _tables(model, task)
@@ -179,14 +179,14 @@ def _tables(model: TrainedModel, task: str) -> tuple[str, ...]:
     return model.tables or (_TASK_TABLES.get(task, task), "figure1")
 
 
-def _inspection_stages(sizes: Preset, task: str) -> Iterator[Stage]:
-    for inspection in sizes.inspections:
+def _inspection_stages(preset: Preset, task: str) -> Iterator[Stage]:
+    for inspection in preset.inspections:
         if task not in inspection.tasks:
             continue
         for name in inspection.models:
             yield _stage(
                 inspection.kind,
-                sizes.models_by_name[name],
+                preset.models_by_name[name],
                 task,
                 method=inspection.method,
                 options=inspection.options,
@@ -195,10 +195,10 @@ def _inspection_stages(sizes: Preset, task: str) -> Iterator[Stage]:
             )
 
 
-def _look_stage(sizes: Preset, task: str) -> Stage:
+def _look_stage(preset: Preset, task: str) -> Stage:
     trained = {
-        name: finetune_recipe(sizes, sizes.models_by_name[name], task).task.train_lengths[-1]
-        for name in sizes.looked_into
+        name: finetune_recipe(preset, preset.models_by_name[name], task).task.train_lengths[-1]
+        for name in preset.looked_into
     }
     return _stage(
         "look",

@@ -28,7 +28,7 @@ Fields = dict[str, Any]
 _METHODS = {"tests": "evaluate", "ablations": "intervene", "analyses": "analyze"}
 
 
-def preset(name: str) -> Preset:
+def load_preset(name: str) -> Preset:
     """The preset of this name."""
     if name not in PRESETS:
         raise UserError(f"no preset {name!r}; the presets are {', '.join(PRESETS)}.")

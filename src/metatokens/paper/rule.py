@@ -5,9 +5,9 @@
    exceed 98 %.
 2. Its 95 % interval takes each seed as one observation: a side's scores are averaged over tasks first, then compared by
    Welch's t. The draw of the test prompts is added. A side with fewer than three runs has no interval.
-3. The claim is **supported** if the interval lies above 0. It is **within 5 points** if the interval lies within 5
-   points of 0, whatever else fits. It is **reversed** if the interval lies below 0, and shows **no lead of 5 points**
-   if it lies below 5. Otherwise it is **inconclusive**. `claims.py` chooses the settings, and leaves some out.
+3. The first verdict that fits is given. **Within 5 points**: the interval lies within 5 points of 0. **Supported**: it
+   lies above 0. **Reversed**: it lies below 0. **No lead of 5 points**: it lies below 5. **Inconclusive**: all else.
+   `claims.py` chooses the settings, and leaves some out.
 
 The rule was written before the experiment ran. Two things were decided afterwards: that seeds are the observations, and
 the words of the verdicts.

@@ -14,7 +14,7 @@ from metatokens.machine import available_cores
 from metatokens.paper.display import Display
 from metatokens.paper.plan import Stage, select, stages
 from metatokens.paper.pools import ProcessPool
-from metatokens.paper.presets import preset
+from metatokens.paper.presets import load_preset
 from metatokens.paper.records import ModelInfo, RunInfo, StageRecord
 from metatokens.paper.run_log import FinishedStage, RunLog
 from metatokens.paper.runner import Runner
@@ -49,23 +49,23 @@ def reproduce(
     Raises:
         UserError: if the preset, the table or the task is unknown, `out` holds another run, or a stage fails.
     """
-    sizes = preset(name)
-    sizes = replace(sizes, corpus=corpus or sizes.corpus, book=book or sizes.book)
-    plan = select(stages(sizes), only)
+    preset = load_preset(name)
+    preset = replace(preset, corpus=corpus or preset.corpus, book=book or preset.book)
+    plan = select(stages(preset), only)
     files: list[Path] = []
-    for spec in filter(None, (sizes.corpus, sizes.book)):
+    for spec in filter(None, (preset.corpus, preset.book)):
         files += map(Path, files_of(spec))
     settings: dict[str, Any] = {
         "preset": name,
-        "corpus": sizes.corpus,
-        "book": sizes.book,
-        "tokenizer": sizes.tokenizer,
+        "corpus": preset.corpus,
+        "book": preset.book,
+        "tokenizer": preset.tokenizer,
     }
     if files:  # stages read the text anew, and have to find the same one
         settings["text_bytes"] = sum(file.stat().st_size for file in files)
     with (
         open_run(out, settings, overwrite=overwrite, inputs=files),
-        ProcessPool(Runner(out.resolve(), name, sizes), workers) as pool,
+        ProcessPool(Runner(out.resolve(), name, preset), workers) as pool,
     ):
         log = RunLog(out)
         log.check(plan)
@@ -78,12 +78,12 @@ def reproduce(
             try:
                 _carry_out(log, left, pool, task_done)
             finally:
-                _write_provenance(log, name, sizes, workers=pool.size)
+                _write_provenance(log, name, preset, workers=pool.size)
 
 
 def unfinished(name: str, out: Path, *, only: str | None = None) -> list[Stage]:
     """The stages that `reproduce` would carry out."""
-    plan = select(stages(preset(name)), only)
+    plan = select(stages(load_preset(name)), only)
     log = RunLog(out)
     log.check(plan)
     return _stages_left(log, plan)
@@ -138,24 +138,24 @@ def _tasks_tested_by(plan: list[Stage]) -> set[str]:
     return {stage.subject["task"] for stage in plan if stage.method == "evaluate"}
 
 
-def _write_provenance(log: RunLog, name: str, sizes: Preset, *, workers: int) -> None:
+def _write_provenance(log: RunLog, name: str, preset: Preset, *, workers: int) -> None:
     """Write `run.json`: settings, versions, machine, data, sizes of the models, and the time of each finished stage."""
     entries = log.entries
     if "tokenize" not in entries:
         return
     recipes = {
         stage.name: stage.options["recipe"].model_dump(mode="json")  # including defaults
-        for stage in stages(sizes)
+        for stage in stages(preset)
         if stage.name in entries and "recipe" in stage.options
     }
     models = {}
-    for model in sizes.models:
+    for model in preset.models:
         entry = entries.get(f"{model.made_by}-{model.name}")
         if entry is not None:
             models[model.name] = ModelInfo(**entry.facts, description=model.description)
     times = [entry.model_dump(include={*StageRecord.model_fields}) for entry in entries.values()]
     info = RunInfo(
-        command=_command(log.out, name, sizes),
+        command=_command(log.out, name, preset),
         preset=name,
         recipes=recipes,
         corpus=entries["tokenize"].facts["corpus"],
@@ -178,10 +178,10 @@ def _began(entry: FinishedStage) -> str:
     return (finished - timedelta(seconds=entry.seconds)).isoformat(timespec="seconds")
 
 
-def _command(out: Path, name: str, sizes: Preset) -> str:
+def _command(out: Path, name: str, preset: Preset) -> str:
     words = ["metatokens", "reproduce", "--preset", name, "--out", out.resolve().name]
     for option in ("corpus", "book"):
-        text = getattr(sizes, option)
-        if text != getattr(preset(name), option):
+        text = getattr(preset, option)
+        if text != getattr(load_preset(name), option):
             words += [f"--{option}", text]
     return shlex.join(words)

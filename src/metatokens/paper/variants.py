@@ -175,30 +175,32 @@ class Preset:
         return tuple(dict.fromkeys(task for model in self.models for task in model.tasks))
 
 
-def pretrain_recipe(sizes: Preset, model: TrainedModel) -> PretrainRecipe:
+def pretrain_recipe(preset: Preset, model: TrainedModel) -> PretrainRecipe:
     """A model's pretraining recipe; its blocks hold the same text as every other model's."""
     kind = MODELS[model.model]
     overrides = [
         _UNMEASURED,
-        *sizes.pretrain_overrides,
+        *preset.pretrain_overrides,
         "data.tokens=tokens",
         f"model.second_attention={kind['second_attention']}",
         f"model.position_embedding={model.position_embedding}",
         f"training.seed={model.seed}",
         *model.pretrain_overrides,
     ]
-    recipe = load_recipe(PretrainRecipe, sizes.pretrain_recipe, overrides)
+    recipe = load_recipe(PretrainRecipe, preset.pretrain_recipe, overrides)
     if kind["placement"] == "uniform":
         return recipe
     text = recipe.data.block_size - meta_token_count(recipe.data.block_size, recipe.data.fraction)
     return with_data(recipe, placement="none", block_size=text)
 
 
-def extend_recipe(sizes: Preset, model: TrainedModel, pretrained: PretrainRecipe) -> PretrainRecipe:
+def extend_recipe(
+    preset: Preset, model: TrainedModel, pretrained: PretrainRecipe
+) -> PretrainRecipe:
     """The recipe for pretraining a model further on longer blocks."""
     assert model.extension is not None
     recipe = load_recipe(
-        PretrainRecipe, sizes.extend_recipe, [_UNMEASURED, f"training.seed={model.seed}"]
+        PretrainRecipe, preset.extend_recipe, [_UNMEASURED, f"training.seed={model.seed}"]
     )
     longer = with_data(pretrained, block_size=round(model.extension * pretrained.data.block_size))
     return recipe.model_copy(update={"data": longer.data, "model": longer.model})
@@ -209,11 +211,11 @@ def with_data(recipe: PretrainRecipe, **changes: Any) -> PretrainRecipe:
     return recipe.model_copy(update={"data": recipe.data.model_copy(update=changes)})
 
 
-def finetune_recipe(sizes: Preset, model: TrainedModel, task: str) -> FinetuneRecipe:
+def finetune_recipe(preset: Preset, model: TrainedModel, task: str) -> FinetuneRecipe:
     """A model's fine-tuning recipe for a task."""
-    name = model.finetune_recipe or sizes.finetune_recipes[task]
+    name = model.finetune_recipe or preset.finetune_recipes[task]
     overrides = [
-        *sizes.finetune_overrides,
+        *preset.finetune_overrides,
         *model.finetune_overrides,
         f"training.seed={model.seed}",
     ]
@@ -225,23 +227,23 @@ def finetune_recipe(sizes: Preset, model: TrainedModel, task: str) -> FinetuneRe
     return recipe.model_copy(update={"training": recipe.training.model_copy(update=rates)})
 
 
-def lengths_tested(sizes: Preset, model: TrainedModel, task: str) -> tuple[int, ...]:
+def lengths_tested(preset: Preset, model: TrainedModel, task: str) -> tuple[int, ...]:
     """The train lengths whose models are tested on a task."""
-    return model.tested or finetune_recipe(sizes, model, task).task.train_lengths
+    return model.tested or finetune_recipe(preset, model, task).task.train_lengths
 
 
-def counts_of(sizes: Preset, model: TrainedModel, task: str) -> CountsByCondition:
+def counts_of(preset: Preset, model: TrainedModel, task: str) -> CountsByCondition:
     """The number of a model's test prompts on a task, by condition and length."""
     if model.tests is not None:
         return model.tests
     at_every_length = up_to(
-        sizes.longest_tests.get(task, math.inf), sizes.test_counts | model.longer_tests
+        preset.longest_tests.get(task, math.inf), preset.test_counts | model.longer_tests
     )
     counts = {"paper": at_every_length}
     if model.position_embedding == "rope":
-        for condition in sizes.extra_conditions.get(task, ()):
-            counts[condition] = up_to(sizes.extra_condition_limit, sizes.test_counts)
-    train_condition = finetune_recipe(sizes, model, task).task.condition
+        for condition in preset.extra_conditions.get(task, ()):
+            counts[condition] = up_to(preset.extra_condition_limit, preset.test_counts)
+    train_condition = finetune_recipe(preset, model, task).task.condition
     return counts | {train_condition: at_every_length}
 
 
@@ -250,10 +252,10 @@ def up_to(longest: float, counts: Counts) -> Counts:
     return {length: n for length, n in counts.items() if length <= longest}
 
 
-def drawn_counts(sizes: Preset, task: str) -> CountsByCondition:
+def drawn_counts(preset: Preset, task: str) -> CountsByCondition:
     """The number of test prompts to draw for a task, by condition and length."""
-    tests = [counts_of(sizes, model, task) for model in sizes.models if task in model.tasks]
-    for inspection in sizes.inspections:
+    tests = [counts_of(preset, model, task) for model in preset.models if task in model.tasks]
+    for inspection in preset.inspections:
         if inspection.method == "evaluate" and task in inspection.tasks:
             tests.append(inspection.options["counts"])
     drawn: CountsByCondition = {}

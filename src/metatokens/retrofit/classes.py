@@ -145,7 +145,7 @@ class MetaTokensConfig(PreTrainedConfig):
 
 
 class MetaModel(MetaVocabulary, MetaTokenGenerationMixin):
-    """Mixin for a language model: it has meta-attention and never predicts a meta-token; `generate` can insert them.
+    """Mixin for a retrofitted model: it never predicts a meta-token, and `generate` can insert them.
 
     Attributes:
         base_is_elsewhere: whether `save_model` writes a delta, since the base is kept elsewhere.

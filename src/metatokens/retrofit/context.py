@@ -59,13 +59,13 @@ class _State:
     block puts back what it found here when it ends, by an exception too.
 
     Attributes:
-        running: the pass; None outside all passes.
+        forward_pass: the pass; None outside all passes.
         block: the block with its input, context and cache; None if it has no meta-token.
     """
 
     def __init__(self) -> None:
         # Not as attributes of the class: a graph that sees an object's first attribute is compiled again.
-        self.running: Pass | None = None
+        self.forward_pass: Pass | None = None
         self.block: tuple[Any, Tensor, ForwardContext, Cache | None] | None = None
 
 
@@ -78,4 +78,4 @@ thread, traced = _Thread(), _State()
 
 def current() -> _State:
     """The state; in a graph of the whole pass, one that torch.compile can trace."""
-    return traced if torch.compiler.is_compiling() and traced.running is not None else thread
+    return traced if torch.compiler.is_compiling() and traced.forward_pass is not None else thread

@@ -31,10 +31,10 @@ from metatokens.retrofit.layers import added_parameters, check_table
 
 def add_at_injection_point(point: nn.Module, args: Any, output: Any) -> Any:
     """Forward hook of an injection point: add meta-attention to the output, which joins the residual stream."""
-    running_block = current().block
-    if running_block is None:
+    entered = current().block
+    if entered is None:
         return output
-    block, x, context, cache = running_block
+    block, x, context, cache = entered
     y = output[0] if isinstance(output, tuple) else output
     if context.rotary[0].device != y.device:  # where layers are spread over several devices
         context = send_to_device(context, y.device)
@@ -79,9 +79,9 @@ def begin_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     form = meta_attention_form(cache, engine_of(kwargs), gathers_in_graph=makes_cache)
     see = _visibility if form == "dense" else _visibility_outside_graph
     visibility = see(decoder, is_meta, kwargs, cache, form)
-    running: Any = current().running
-    running.context = _context(decoder, visibility)
-    return args, kwargs | _for_base_and_blocks(decoder, visibility, running, kwargs)
+    forward_pass: Any = current().forward_pass
+    forward_pass.context = _context(decoder, visibility)
+    return args, kwargs | _for_base_and_blocks(decoder, visibility, forward_pass, kwargs)
 
 
 def _cache_with_room(decoder: Any, kwargs: dict[str, Any]) -> Cache | None:
@@ -93,13 +93,13 @@ def _cache_with_room(decoder: Any, kwargs: dict[str, Any]) -> Cache | None:
 
 
 def _for_base_and_blocks(
-    decoder: Any, visibility: Visibility, running: Pass, kwargs: dict[str, Any]
+    decoder: Any, visibility: Visibility, forward_pass: Pass, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Put what the blocks need into the pass, and return the inputs that replace those of the base."""
     if visibility.sequences is not None:  # then nothing forgets text
         if decoder.config._attn_implementation in ("sdpa", "eager", "flex_attention"):
             # The first block checks by its mask that the base keeps them apart.
-            running.sequences = visibility.sequences
+            forward_pass.sequences = visibility.sequences
         # The base would make a cache, and transformers does not keep packed sequences apart where there is one.
         return {"use_cache": False}
     rule = visibility.rule
@@ -107,7 +107,7 @@ def _for_base_and_blocks(
         return {}
     mask = rule.mask(decoder.config, decoder.dtype)
     if rule.full is not None:
-        running.masks = mask, rule.full.mask(decoder.config, decoder.dtype)
+        forward_pass.masks = mask, rule.full.mask(decoder.config, decoder.dtype)
     inputs = {"attention_mask": mask, CACHE: visibility.cache}
     # Multimodal models have several axes of positions, which stay.
     if kwargs.get("position_ids") is None:

@@ -122,11 +122,11 @@ class MetaDecoder(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the decoder; its hooks and blocks find the pass in `current()`."""
         state = traced if torch.compiler.is_compiling() else thread
-        outer, state.running = state.running, Pass()
+        outer, state.forward_pass = state.forward_pass, Pass()
         try:
             return super().__call__(*args, **kwargs)
         finally:
-            state.running = outer
+            state.forward_pass = outer
 
 
 class MetaBlock(nn.Module):
@@ -144,18 +144,18 @@ class MetaBlock(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block with the current pass."""
-        running = current().running
-        if running is None:
+        forward_pass = current().forward_pass
+        if forward_pass is None:
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 raise UserError(_OUTSIDE)
             return super().__call__(*args, **kwargs)
-        if running.sequences is not None:
-            _refuse_joined(running.sequences, (*args, *kwargs.values()))
-            running.sequences = None  # the other blocks have the same mask
-        if running.masks is not None:
-            args, kwargs = self._with_mask(running.masks, args, kwargs)
+        if forward_pass.sequences is not None:
+            _refuse_joined(forward_pass.sequences, (*args, *kwargs.values()))
+            forward_pass.sequences = None  # the other blocks have the same mask
+        if forward_pass.masks is not None:
+            args, kwargs = self._with_mask(forward_pass.masks, args, kwargs)
         # Not in `forward`, which activation checkpointing runs again, after the pass.
-        return super().__call__(*args, meta_context=running.context, **kwargs)
+        return super().__call__(*args, meta_context=forward_pass.context, **kwargs)
 
     def _with_mask(
         self, masks: tuple[Any, Any], args: tuple, kwargs: dict[str, Any]

@@ -176,7 +176,7 @@ class _Run:
         self.losses: list[HeadLoss] = []
 
     def _set_sizes(self, limit: int) -> None:
-        """Set what fits in the model; landmarks are counted in the text, which is read by the sizes without them."""
+        """Set what fits in the model; with landmarks twice, since reading the text to count them takes sizes."""
         self.sizes = Sizes.of(self.recipe, len(self.heads), limit)
         if self.landmarks is not None:
             density = float(self.landmarks(self.text.train.ids).mean())
@@ -287,8 +287,8 @@ class _Run:
         """The loss of answers if one head after another forgets the text, each measured once."""
         file = self.out / "heads.json"
         losses = _read_list(file, HeadLoss) if file.exists() else []
-        forgetting = [None, *self.heads]
-        if len(losses) == len(forgetting):
+        cases = [None, *self.heads]  # None: no head forgets
+        if len(losses) == len(cases):
             return losses
         texts = [
             _text_to_choose_by(self.lookups["train"], number, min(512, self.sizes.longest))
@@ -296,10 +296,10 @@ class _Run:
         ]
         model = self._base_to_measure()
         with watch("choose heads") as progress:
-            for head in forgetting[len(losses) :]:
+            for head in cases[len(losses) :]:
                 losses.append(loss_without(head, model, self.heads, texts, WINDOW_TO_CHOOSE_BY))
                 _write_list(file, losses)
-                progress(len(losses), len(forgetting), {})
+                progress(len(losses), len(cases), {})
         return losses
 
     def train(self, arm: Arm, watch: Watch) -> None:

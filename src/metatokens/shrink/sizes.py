@@ -63,9 +63,9 @@ class Sizes:
                 "training may have, half of the model's limit: keep less."
             )
         tested_texts = {
-            length: count
-            for length, count in recipe.tests.texts.items()
-            if shortest + ROOM <= length <= limit
+            tested: count
+            for tested, count in recipe.tests.texts.items()
+            if shortest + ROOM <= tested <= limit
         }
         if not tested_texts:
             raise UserError(

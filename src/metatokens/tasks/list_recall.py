@@ -31,7 +31,7 @@ CHANCE = 0.1  # a category has ten items
 
 
 def draw(generator: Generator, m: int, n: int, asked: int, split: Split) -> Content | None:
-    """Draw m lists of n items (the target list has `asked`), and repeat the target list with a meta-token in it.
+    """Draw m lists, the target of `asked` items and the others of n; repeat the target with a meta-token in it.
 
     In condition `decoy` another list is repeated too, before or after the target list. Some lists of other categories
     and both repeated lists then get a further meta-token each, at a random place. In the conditions `landmark` and
@@ -44,13 +44,13 @@ def draw(generator: Generator, m: int, n: int, asked: int, split: Split) -> Cont
     asked_item = int(generator.integers(asked))
     others = lists.others(generator)
     repeated = generator.permutation([lists.target, *others[:1]]).tolist()
-    shown = lists.repeating(repeated)  # among decoys
-    decoyed = {shown.gap_before(m + repeated.index(lists.target), asked_item + 1)}
+    with_decoy = lists.repeating(repeated)
+    decoyed = {with_decoy.gap_before(m + repeated.index(lists.target), asked_item + 1)}
     count = int(generator.integers(1, m + 1))
-    repeated_lines = range(m, len(shown.items))
+    repeated_lines = range(m, len(with_decoy.items))
     for line in [*others[:count], *repeated_lines]:
-        item = int(generator.integers(len(shown.items[line])))
-        decoyed.add(shown.gap_before(line, item + 1))
+        item = int(generator.integers(len(with_decoy.items[line])))
+        decoyed.add(with_decoy.gap_before(line, item + 1))
     if split_of(f"{lists.key} {lists.target} {asked_item}") != split:
         return None
     question = QUESTION.format(place=asked_item + 1, category=lists.category)
@@ -60,7 +60,7 @@ def draw(generator: Generator, m: int, n: int, asked: int, split: Split) -> Cont
         repeated=with_target.pieces(m),
         markers=(with_target.gap_before(m, asked_item + 1),),
         decoyed=tuple(sorted(decoyed)),
-        decoy_repeated=shown.pieces(m),
+        decoy_repeated=with_decoy.pieces(m),
         landmarks=lists.line_ends(),
         question=question,
         landmark_question=question,

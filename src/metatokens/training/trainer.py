@@ -67,7 +67,7 @@ class MetaTokenTrainer(Trainer):
     def __init__(self, *args: Any, settings: TrainingSettings, schedule_start: int, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.settings, self.schedule_start = settings, schedule_start
-        self.tokens_read = 0
+        self.positions_read = 0
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """0: the Trainer would count the parameters anew at every step, for a figure that nothing here reads."""
@@ -115,8 +115,8 @@ class MetaTokenTrainer(Trainer):
     def training_step(
         self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Compute a micro-batch's gradient, and count the tokens of all processes."""
-        self.tokens_read += inputs["input_ids"].numel() * process_count()
+        """Compute a micro-batch's gradient, and count its positions, padding too, times the processes."""
+        self.positions_read += inputs["input_ids"].numel() * process_count()
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         return loss
 
@@ -147,7 +147,7 @@ class RunCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
     ) -> None:
         """Start the clock."""
-        self.last_log = time.monotonic(), self.trainer.tokens_read
+        self.last_log = time.monotonic(), self.trainer.positions_read
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Write the manifest of the checkpoint that was just saved, and only then remove an older one."""
@@ -194,9 +194,9 @@ class RunCallback(TrainerCallback):
 
     def _speed_since_last_log(self) -> float:
         time_before, tokens_before = self.last_log
-        self.last_log = time.monotonic(), self.trainer.tokens_read
+        self.last_log = time.monotonic(), self.trainer.positions_read
         seconds = self.last_log[0] - time_before
-        return (self.trainer.tokens_read - tokens_before) / max(seconds, 1e-9)
+        return (self.trainer.positions_read - tokens_before) / max(seconds, 1e-9)
 
     def _report(self, state: TrainerState) -> None:
         """Report at most once a second, and at the end."""
