@@ -111,7 +111,7 @@ class TrainerSettings(_Settings):
     gradient_accumulation_steps: Positive = 1
     learning_rate: PositiveFloat = 6e-4  # of AdamW
     warmup_steps: AtLeastZero = 0
-    weight_decay: NonNegativeFloat = 0.1  # on matrices only
+    weight_decay: NonNegativeFloat = 0.1  # not of biases and norms
     adam_beta1: BelowOne = 0.9
     adam_beta2: BelowOne = 0.95
     max_grad_norm: PositiveFloat = 1.0
@@ -190,7 +190,7 @@ class TrainingSettings(TrainerSettings):
 
 
 # Settings that a run may be resumed with other values of. They change the result by rounding alone, except for what is
-# made for each micro-batch: the auxiliary loss `bracket_loss`, a mean, and the draws of `position_jumps`.
+# made for each micro-batch: the auxiliary loss `bracket_loss`, a mean, and the draws of `position_jumps` and dropout.
 WITHOUT_EFFECT = {
     "training": {
         "per_device_train_batch_size",

@@ -1,5 +1,6 @@
 """The token store as it is read, whole and damaged."""
 
+import os
 from hashlib import sha256
 
 import numpy as np
@@ -65,6 +66,13 @@ def test_slices_are_those_of_a_list(store, stored_in_shards, window):
 
 
 # --- integrity
+
+
+def test_no_shard_stays_open(stored_in_shards):
+    open_before = len(os.listdir("/dev/fd"))
+    text = stored_in_shards.tokens("train")
+    assert len(text[:]) > len(shards_of(stored_in_shards, "train")) > 10
+    assert len(os.listdir("/dev/fd")) == open_before
 
 
 def read_everything(folder):

@@ -94,8 +94,8 @@ def test_the_held_out_loss_is_measured_and_nothing_else_changes(
     shown = [figures["eval_loss"] for figures in seen.figures[-3:]]  # at the steps 6 to 8
     assert changed == {"curve.jsonl", "manifest.json"}
     assert with_loss == curve(undisturbed)
-    assert list(measured) == [3, 6]
-    assert shown == [measured[6]] * 3
+    assert list(measured) == [3, 6, 8]
+    assert shown == [measured[6], measured[6], measured[8]]
 
 
 def test_the_held_out_loss_is_the_mean_over_the_text_of_held_out_blocks(
@@ -142,11 +142,11 @@ def test_progress_has_the_latest_figures(
     settings = ("training.logging_steps=4", "training.eval_steps=3", "training.save_steps=100")
     pretrain(pretraining(*settings), tmp_path / "run", progress=seen)
     first, second, last = figures_of(tmp_path / "run", "loss")  # at steps 1, 4 and 8
-    before, after = figures_of(tmp_path / "run", "eval_loss")  # at steps 3 and 6
+    before, after, at_end = figures_of(tmp_path / "run", "eval_loss")  # at steps 3, 6 and 8
     shown_losses = [figures["loss"] for figures in seen.figures]
     shown_held_out = [figures.get("eval_loss") for figures in seen.figures]
     assert shown_losses == [first] * 3 + [second] * 4 + [last]
-    assert shown_held_out == [None] * 2 + [before] * 3 + [after] * 3
+    assert shown_held_out == [None] * 2 + [before] * 3 + [after] * 2 + [at_end]
     # 4 blocks; a look at the clock takes 2 seconds.
     assert seen.figures[0]["tokens_per_second"] == 4 * 32 / 2
 
@@ -355,4 +355,12 @@ def test_a_model_whose_vocabulary_does_not_fit_the_text_is_refused(
     )
     with pytest.raises(UserError, match="300 vocabulary entries and the text's tokenizer 768"):
         pretrain(recipe, tmp_path / "run", init=tmp_path / "small")
+    shutil.copytree(gpt2, tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(UserError, match=r"tokenized with another tokenizer than that of .*other"):
+        pretrain(pretraining("data.placement=none"), tmp_path / "run", init=tmp_path / "other")
     assert not (tmp_path / "run").exists()

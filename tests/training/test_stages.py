@@ -14,7 +14,7 @@ from metatokens.tasks.drills import draw_drill
 from metatokens.training import trainer
 from metatokens.training.examples import train_examples, train_source
 from metatokens.training.finetune import finetune
-from tests.training.conftest import Finetuning, figures_of, weights
+from tests.training.conftest import Finetuning, figures_of, interrupt, weights
 
 TEXTS = ["a b c d e f g h i j x", "a b c d e f g h i j y", "a b c d e f g h i j z"]
 
@@ -56,6 +56,20 @@ def test_a_stage_has_its_prompts_and_its_batch(
     assert seen_lists == lists
     assert seen_items == items
     assert len(examples) == count
+
+
+def test_a_run_whose_stage_would_have_another_batch_is_not_resumed(
+    model: Path, finetuning: Finetuning, steps: type, tmp_path: Path
+) -> None:
+    run = partial(finetune, model_folder=model, out=tmp_path / "run", task="list_recall")
+    interrupt(partial(run, finetuning(TWO_STAGES)), steps, 1)
+    split = finetuning(
+        TWO_STAGES,
+        "training.per_device_train_batch_size=2",
+        "training.gradient_accumulation_steps=2",
+    )
+    with pytest.raises(UserError, match=r"batches was \[2, 4, 4\] and is now \[4, 4, 4\]"):
+        run(split)
 
 
 def test_the_rate_of_a_stage_does_not_decay(finetuned: Path) -> None:

@@ -105,7 +105,13 @@ def test_one_process_uses_one_of_several_gpus_and_says_how_to_use_all(
     assert "one of several GPUs is used; torchrun starts a process for each" in sentence
 
 
-# --- trackers
+def test_the_precision_is_that_of_the_settings_whatever_the_launcher_asks_for(
+    pretraining: Pretraining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretrain(pretraining(), tmp_path / "plain")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    pretrain(pretraining(), tmp_path / "launched")
+    assert weights(tmp_path / "launched") == weights(tmp_path / "plain")
 
 
 # --- a loss that is no number
@@ -130,7 +136,7 @@ def test_a_loss_that_is_no_number_stops_and_leaves_the_last_good_checkpoint(
     monkeypatch.setattr(MetaTokenTrainer, "training_step", spoil)
     with pytest.raises(
         UserError,
-        match=r"before step 6: the gradient.s norm is nan, .* on the items 20 to 23 of the",
+        match=r"before step 6: the gradient.s norm is nan, .* on the items 20 to 23 in the order",
     ):
         pretrain(pretraining(), tmp_path / "run")
     assert contents(checkpoints) == before

@@ -1,4 +1,4 @@
-"""The token store: the ids of a corpus, in memory-mapped shards.
+"""The token store: the ids of a corpus, in files that are read piece by piece.
 
 A store is a folder:
 
@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -173,9 +173,9 @@ class TokenStore:
 
 
 class TokenSequence:
-    """The token ids of one split, read slice by slice from memory-mapped shards.
+    """The token ids of one split, read slice by slice.
 
-    Each process opens the shards itself, and checks each of them once.
+    Each process checks a shard once. No shard stays open, since a large corpus has more than a process may open.
     """
 
     def __init__(self, store: TokenStore, split: StoreSplit) -> None:
@@ -183,7 +183,7 @@ class TokenSequence:
         self._dtype = id_type(store.manifest.vocab_size)
         self._shards = store.manifest.splits[split].shards
         self._starts = [0, *accumulate(shard.length for shard in self._shards)]
-        self._opened: dict[int, Ids] = {}
+        self._checked: set[int] = set()
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -195,28 +195,21 @@ class TokenSequence:
         number = bisect_right(self._starts, start) - 1
         while start < stop:
             shard_start, shard_end = self._starts[number : number + 2]
-            pieces.append(self._ids(number)[start - shard_start : stop - shard_start])
+            pieces.append(self._read(number, start - shard_start, min(stop, shard_end) - start))
             start = shard_end
             number += 1
         return np.concatenate(pieces).astype(np.int64)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_opened": {}}
-
-    def _ids(self, number: int) -> Ids:
-        if number not in self._opened:
-            shard = self._shards[number]
-            self._opened[number] = _open(self._folder / shard.name, shard, self._dtype)
-        return self._opened[number]
-
-
-def _open(path: Path, shard: Shard, dtype: type[np.unsignedinteger]) -> Ids:
-    """Map a shard into memory, and check it."""
-    if not _has_sha256(path, shard.sha256) or path.stat().st_size != (
-        shard.length * np.dtype(dtype).itemsize
-    ):
-        raise _damaged(path)
-    return np.memmap(path, dtype, mode="r")
+    def _read(self, number: int, start: int, count: int) -> Ids:
+        """So many ids of a shard."""
+        shard = self._shards[number]
+        path = self._folder / shard.name
+        size = np.dtype(self._dtype).itemsize
+        if number not in self._checked:
+            if not _has_sha256(path, shard.sha256) or path.stat().st_size != shard.length * size:
+                raise _damaged(path)
+            self._checked.add(number)
+        return np.fromfile(path, self._dtype, count, offset=start * size)
 
 
 def _has_sha256(path: Path, checksum: str) -> bool:

@@ -4,21 +4,33 @@ A model that has these positions needs no device sync to find them, and computes
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import pad
 
 from metatokens.data.insertion import IGNORED_LABEL
+from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.model.rows import positions_of
 
 Batch = dict[str, Tensor]
+Collate = Callable[[list[Any]], Batch]
 MULTIPLE = 8  # numbers of positions are rounded up to it, since a model is compiled once per shape
 
 
-def collated(
-    items: list[Any], collator: Callable[[list[Any]], Batch], change: Callable[[Batch], Batch]
-) -> Batch:
+def with_hints(collator: Collate, model: Any) -> Collate:
+    """A collator whose batches also hold the positions that the model would otherwise look for in them."""
+    if isinstance(model, MetaGPT2ForCausalLM):
+        add_hints: Any = partial(with_positions, meta_token_id=model.config.meta_token_id)
+    elif model._supports_logits_to_keep():
+        add_hints = with_logits_to_keep
+    else:
+        return collator
+    return partial(_collated, collator=collator, change=add_hints)
+
+
+def _collated(items: list[Any], collator: Collate, change: Callable[[Batch], Batch]) -> Batch:
     """A batch that a collator makes, changed; `functools.partial` of it is a collator, which can be pickled."""
     return change(collator(items))
 

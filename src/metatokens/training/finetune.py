@@ -91,7 +91,7 @@ def finetune(
     run = {
         "verb": "finetune",
         "recipe": recipe.model_dump(mode="json", exclude=WITHOUT_EFFECT),
-        "batch": settings.batch,
+        "batches": [phase.settings.batch for phase in source.phases],
         "model_sha256": weights_sha256(model_folder),
         **source.identity,
     }

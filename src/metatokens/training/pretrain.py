@@ -16,10 +16,15 @@ from transformers import (
     set_seed,
 )
 
-from metatokens.checkpoint import load_model, weights_sha256
+from metatokens.checkpoint import fetch_model, load_model, weights_sha256
 from metatokens.data.blocks import BlockDataset
 from metatokens.data.store import StoreSplit, TokenStore
-from metatokens.data.tokenizer import meta_token_id, padded_vocab_size, text_vocab_size
+from metatokens.data.tokenizer import (
+    load_tokenizer,
+    meta_token_id,
+    padded_vocab_size,
+    text_vocab_size,
+)
 from metatokens.errors import UserError, one_line
 from metatokens.machine import is_first_process
 from metatokens.model.configuration import MetaGPT2Config
@@ -118,6 +123,13 @@ def train_on_blocks(
     """
     settings = recipe.training
     _check_vocabulary(model.config, store.tokenizer, recipe)
+    if init is not None:
+        tokenizer = load_tokenizer(str(fetch_model(init)))
+        if tokenizer.get_vocab() != store.tokenizer.get_vocab():
+            raise UserError(
+                f"{store.path} was tokenized with another tokenizer than that of {init}: tokenize the text with "
+                f"--tokenizer {init}."
+            )
     check_length(model.config, recipe.data.block_size)
     run = run | {
         "recipe": recipe.model_dump(mode="json", exclude={"data": {"tokens"}, **WITHOUT_EFFECT}),

@@ -13,6 +13,7 @@ from metatokens.recipe import Phase
 from metatokens.tasks.example import Encoded
 from metatokens.tasks.landmarks_alone import LandmarksAlone
 from metatokens.tasks.scoring import score
+from metatokens.training.batches import with_hints
 from metatokens.training.examples import Collator
 
 
@@ -31,12 +32,12 @@ class Probe:
 
 @torch.no_grad()
 def held_out_loss(model: Any, batches: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-    """The mean loss (nats) over the scored tokens of some batches, each with `input_ids` and `labels`."""
+    """The mean loss (nats) over the scored tokens of some batches, each the inputs of a pass with `labels`."""
     total, scored = 0.0, 0
     for batch in batches:
-        ids, labels = batch["input_ids"].to(model.device), batch["labels"].to(model.device)
-        count = int((labels[:, 1:] != IGNORED_LABEL).sum())
-        loss = model(ids, labels=labels, use_cache=False).loss
+        inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        count = int((inputs["labels"][:, 1:] != IGNORED_LABEL).sum())
+        loss = model(**inputs, use_cache=False).loss
         total += float(loss) * count
         scored += count
     return {"eval_loss": total / scored}
@@ -56,12 +57,12 @@ def held_out_probe(
     """A probe of the loss (mean over answer tokens) and the exact match on held-out records; None: never measured."""
     by_length = sorted(records, key=lambda record: len(record.input_ids))
     check_length(model.config, len(by_length[-1].input_ids))
-    collator = Collator(pad_token_id=pad_token_id)
+    collate = with_hints(Collator(pad_token_id=pad_token_id), model)
     size = phase.settings.per_device_train_batch_size
 
     def measure(model: PreTrainedModel) -> dict[str, float]:
         batches = (
-            collator(by_length[start : start + size]) for start in range(0, len(by_length), size)
+            collate(by_length[start : start + size]) for start in range(0, len(by_length), size)
         )
         loss = held_out_loss(model, batches)
         return loss | {"eval_exact_match": exact_match(model, by_length)}

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -32,12 +31,11 @@ from metatokens.errors import UserError
 from metatokens.files import library_writes
 from metatokens.machine import is_first_process, process_count
 from metatokens.model.chunked_attention import attention_by_chunks
-from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.recipe import TrainerSettings, TrainingSettings
 from metatokens.retrofit.classes import MetaModel, freeze_base
 from metatokens.retrofit.layers import added_parameters
 from metatokens.retrofit.text_window import apply_text_window
-from metatokens.training.batches import collated, with_logits_to_keep, with_positions
+from metatokens.training.batches import Collate, with_hints
 from metatokens.training.bracket_loss import bracket_loss
 from metatokens.training.lora import with_lora
 from metatokens.training.muon import MuonWithAdamW, block_matrices, inputs_first
@@ -51,7 +49,6 @@ Figures = Mapping[str, float]
 FIGURES = ("loss", "learning_rate", "eval_loss", "eval_exact_match")
 # Takes the steps done, the steps in all, and the figures.
 Progress = Callable[[int, int, Figures], None]
-Collate = Callable[[list[Any]], dict[str, torch.Tensor]]
 
 
 def unwatched(done: int, total: int, figures: Figures) -> None:
@@ -127,8 +124,8 @@ class MetaTokenTrainer(Trainer):
             step, batch = self.state.global_step, self.settings.batch
             raise UserError(
                 f"training stopped before step {step + 1}: the gradient's norm is {float(norm):g}, at learning rate "
-                f"{self._get_learning_rate():g}, on the items {step * batch} to {(step + 1) * batch - 1} of the "
-                "training data; the last checkpoint is kept, and a lower "
+                f"{self._get_learning_rate():g}, on the items {step * batch} to {(step + 1) * batch - 1} in the "
+                "order of training; the last checkpoint is kept, and a lower "
                 "training.learning_rate or a longer warm-up is the usual remedy."
             )
         return norm
@@ -160,7 +157,8 @@ class RunCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Measure if a measurement is due. Report progress, unless this step is logged: then `on_log` reports it."""
-        if self.probe is not None and state.global_step % self.probe.every == 0:
+        is_end = state.global_step == state.max_steps
+        if self.probe is not None and (is_end or state.global_step % self.probe.every == 0):
             model, is_logged = kwargs["model"].eval(), control.should_log
             self.trainer.log(self.probe.measure(model))  # to trackers too
             model.train()
@@ -255,7 +253,7 @@ def train(
         args=_arguments(settings, checkpoints, saves=bracket_weight is None),
         train_dataset=dataset,
         processing_class=tokenizer,
-        data_collator=_with_hints(collator, model),
+        data_collator=with_hints(collator, model),
         settings=settings,
         schedule_start=schedule_start,
     )
@@ -327,22 +325,13 @@ def _arguments(settings: TrainingSettings, checkpoints: Path, *, saves: bool) ->
         ddp_find_unused_parameters=False,
         **settings.model_dump(include={*TrainerSettings.model_fields}),
     )
+    # The Trainer would take another one from the launcher's environment.
+    arguments.mixed_precision = "bf16" if settings.bf16 else "no"
     if arguments.n_gpu > 1:
         # The Trainer would give each GPU a batch (DataParallel), so a step would read more items than the settings ask.
         print("one of several GPUs is used; torchrun starts a process for each.", file=sys.stderr)
         arguments._n_gpu = 1
     return arguments
-
-
-def _with_hints(collator: Collate, model: Any) -> Collate:
-    """A collator whose batches also hold the positions that the model would otherwise look for in them."""
-    if isinstance(model, MetaGPT2ForCausalLM):
-        add_hints: Any = partial(with_positions, meta_token_id=model.config.meta_token_id)
-    elif model._supports_logits_to_keep():
-        add_hints = with_logits_to_keep
-    else:
-        return collator
-    return partial(collated, collator=collator, change=add_hints)
 
 
 def _write_curve(log_history: Iterable[Mapping[str, float]], path: Path) -> None:
