@@ -4,19 +4,23 @@ import gzip
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
-from metatokens.data.tokenizer import check_meta_token, load_tokenizer
+from metatokens.data.tokenizer import check_meta_token, load_tokenizer, text_vocab_size
 from metatokens.errors import UserError
+from metatokens.recipe import Phase, TrainingSettings
+from metatokens.retrofit.injection import add_meta_attention
 from metatokens.tasks.example import Encoded, read_examples
 from metatokens.training.examples import Collator
 from metatokens.training.finetune import finetune
+from metatokens.training.probe import held_out_probe
 from metatokens.training.run_folder import training_of
 from tests.model.dense_oracle import DenseOracle
 from tests.numbers import ROUNDED
@@ -269,3 +273,34 @@ def test_entries_that_a_tokenizer_got_later_need_a_larger_table(
 def test_either_a_task_or_records(model: Path, finetuning: Finetuning, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="needs a task or a file of records"):
         finetune(finetuning(), model, tmp_path / "run")
+
+
+def test_held_out_records_need_the_logits_of_their_answers_alone(small_store: TokenStore) -> None:
+    torch.manual_seed(0)
+    tokenizer = small_store.tokenizer
+    config = LlamaConfig(
+        vocab_size=text_vocab_size(tokenizer),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    model: Any = add_meta_attention(LlamaForCausalLM(config), tokenizer, layers=[]).eval()
+    rows = []
+    model.lm_head.register_forward_hook(lambda head, args, logits: rows.append(logits.shape[1]))
+    records = [
+        Encoded(input_ids=[3, 1, 4, 1, 5, 9, 2, 6], answer_start=6),
+        Encoded(input_ids=[5, 3, 5, 8], answer_start=3),
+    ]
+    settings = TrainingSettings(max_steps=1, per_device_train_batch_size=2)
+
+    probe = held_out_probe(records, 0, model, Phase("data", settings, train_length=8))
+
+    assert probe is not None
+    measured = probe.measure(model)["eval_loss"]
+    assert rows[0] == 3  # columns, before an answer's token in either row
+    losses = []
+    for record in records:
+        answer = range(record.answer_start, len(record.input_ids))
+        losses += token_losses(model, record.input_ids, answer)
+    assert measured == pytest.approx(np.mean(losses), rel=ROUNDED)
