@@ -114,6 +114,8 @@ def main() -> None:
         text = b"".join(
             file.read_bytes() for file in sorted((options.gather / "lines").glob("*.jsonl"))
         )
+        if not text:
+            raise SystemExit(f"{options.gather} has no lines; {options.file} stays as it is.")
         options.file.write_bytes(gzip.compress(text, mtime=0))
     lines = Lines(pd.read_json(options.file, lines=True))
     for table in (

@@ -40,6 +40,8 @@ def gather(folder: Path, file: Path) -> None:
         run = path.parent.parent.name
         for result in read_lines(path, Result):
             lines.append(result.model_copy(update={"recipe": run}).line())
+    if not lines:
+        raise SystemExit(f"{folder} has no results; {file} stays as it is.")
     file.write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
 
 

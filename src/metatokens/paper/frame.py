@@ -55,7 +55,7 @@ class Inputs:
         figures: what was measured and what is derived from it. A row has the fields of `Result` or `Measurement`, and
             `variant` (of a preset; empty for the plain runs). The name of a model also has what else differs: its text
             window, the share of meta-tokens, the file of the records, a recipe that is no preset's:
-            `meta, window 256`. An exact match also has `chance`, what a constant answer scores, and `shortcut`, the
+            `meta, window 256`. An exact match also has `chance`, what guessing scores, and `shortcut`, the
             best rule that does not do the task; both as proportions of the prompts of its task, length and condition.
             The metrics of `DERIVED` are explained where they are made.
         curves: the points of training curves, with `variant`.
@@ -242,7 +242,7 @@ def _named(frame: pd.DataFrame) -> pd.DataFrame:
 def _with_floors(figures: pd.DataFrame) -> pd.DataFrame:
     """Each exact match with `chance` and `shortcut`; see `Inputs`.
 
-    A line has the score of a constant answer as its chance, except in counting. There it is the measured share of the
+    A line has its task's `CHANCE`, except in counting. There it is the measured share of the
     commonest answer.
     """
     prompts = ["task", "length", "condition"]

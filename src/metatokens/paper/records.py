@@ -54,11 +54,11 @@ class RunInfo(Record):
     recipes: dict[str, dict[str, Any]] = Field(default_factory=dict)
     corpus: dict[str, Any] = Field(default_factory=dict)
     models: dict[str, ModelInfo] = Field(default_factory=dict)
-    python: str | None = None
+    # Of the machine that carried out the last stages.
     platform: str | None = None
     cores: int | None = None
     workers: int | None = None
-    versions: dict[str, str] = Field(default_factory=dict)
+    versions: dict[str, str] = Field(default_factory=dict)  # of all stages
     created: str | None = None
     finished: str | None = None
     stages: list[StageRecord] = Field(default_factory=list)

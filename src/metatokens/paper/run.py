@@ -2,7 +2,7 @@
 
 import platform
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -19,7 +19,7 @@ from metatokens.paper.records import ModelInfo, RunInfo, StageRecord
 from metatokens.paper.run_log import FinishedStage, RunLog
 from metatokens.paper.runner import Runner
 from metatokens.paper.variants import Preset
-from metatokens.records import library_versions, now
+from metatokens.records import now
 from metatokens.training.run_folder import open_run
 
 
@@ -160,16 +160,24 @@ def _write_provenance(log: RunLog, name: str, preset: Preset, *, workers: int) -
         recipes=recipes,
         corpus=entries["tokenize"].facts["corpus"],
         models=models,
-        python=platform.python_version(),
         platform=platform.platform(),
         cores=available_cores(),
         workers=workers,
-        versions=library_versions(),
+        versions=_versions(entries.values()),
         created=min(map(_began, entries.values())),
         finished=now(),
         stages=[StageRecord(**stage) for stage in times],
     )
     write_whole(log.out / "run.json", info.model_dump_json(exclude_defaults=True).encode())
+
+
+def _versions(entries: Iterable[FinishedStage]) -> dict[str, str]:
+    """The versions of Python and the packages in all stages, which other machines may have carried out."""
+    versions: dict[str, dict[str, None]] = {}
+    for entry in entries:
+        for package, version in entry.versions.items():
+            versions.setdefault(package, {})[version] = None
+    return {package: " and ".join(of_package) for package, of_package in versions.items()}
 
 
 def _began(entry: FinishedStage) -> str:

@@ -1,8 +1,8 @@
 """Draw the examples of a task: for training up to a length, for testing by length, or by phase (paper, Appendix D).
 
 An example is a function of its task, condition, seed, index and purpose (training or testing, with the length or phase
-asked for), the tokenizer, and for copying the documents. So any process can make any example at any time. Two
-conditions of one index show the same content, except where the content fits the length or the condition in only one.
+asked for), the tokenizer, and for copying the documents. So any process can make any example at any time. `paper`,
+`decoy` and `landmark` show the same content at an index, except where it fits the length or the condition in only one.
 """
 
 import math
@@ -115,7 +115,7 @@ class TaskData:
         return self._find(generator, index, phase, self._sizes(phase), split)
 
     def generator(self, index: int, purpose: str) -> Generator:
-        """The source of randomness of an example; the same in all conditions, so that they show the same content."""
+        """The source of randomness of an example, the same in all conditions."""
         return np.random.default_rng([self._seed, index, stable_hash(f"{self._task} {purpose}")])
 
     @cached_property

@@ -190,7 +190,6 @@ COVERED_PROMPT = (
 RUN: Line = {
     "command": "metatokens reproduce --preset demo",
     "preset": "demo",
-    "python": "3.11.2",
     "platform": "Linux",
     "cores": 2,
     "versions": {"metatokens": "0.1.0", "torch": "2.13.0"},

@@ -98,12 +98,16 @@ def claim_tables(results: Sequence[ClaimResult]) -> list[Table]:
     tables = []
     for question in dict.fromkeys(result.claim.question for result in results):
         of_question = [result for result in results if result.claim.question == question]
-        not_run = [result.claim.title for result in of_question if result.verdict == "not run"]
+        not_run = [_left_out(result.claim) for result in of_question if result.verdict == "not run"]
         rows = [_claim_row(result) for result in of_question if result.verdict != "not run"]
         header = ("claim", "verdict", "difference (95 % interval)", "by task", "runs a side")
         note = f"Not run: {'; '.join(not_run)}." if not_run else ""
         tables.append(Table(question, header, rows, note))
     return tables
+
+
+def _left_out(claim: Claim) -> str:
+    return f"{claim.title} ({claim.note})" if claim.note else claim.title
 
 
 def _claim_row(result: ClaimResult) -> Row:
