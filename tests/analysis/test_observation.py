@@ -201,3 +201,22 @@ def test_a_module_that_the_first_block_lacks_is_measured(windowed):
             assert 0 < line.value < 1
     assert uniform == {"attention", "second_attention"}
     assert layers == {1}
+
+
+def test_even_attention_is_over_the_keys_that_a_window_shows(windowed):
+    ids = with_meta_tokens()[0].tolist()
+    final = max(position for position, token in enumerate(ids) if token == META)
+    seen = range(max(0, final - 7), final + 1)
+    earlier = [position for position in seen if ids[position] == META and position < final]
+
+    measurements = residual(windowed, [bare_example(ids)], About(model="mistral"))
+
+    even = {
+        line.keys: line.value
+        for line in measurements
+        if (line.metric, line.module) == ("attention_weight_if_uniform", "attention")
+    }
+    assert sum(even.values()) == pytest.approx(1)
+    assert even["itself"] == pytest.approx(1 / len(seen))
+    assert even["earlier_meta"] == pytest.approx(len(earlier) / len(seen))
+    assert len(seen) < final

@@ -17,10 +17,10 @@ PROMPT = "Birds: swan owl _PAUSE_ duck\nColours: red <b>blue</b> _PAUSE_ green\n
 
 @pytest.fixture(scope="module")
 def looks(small_model: Callable[..., Path]) -> list[Look]:
-    """Of an untrained `meta` and an untrained `gpt2`."""
+    """Of an untrained `meta` and an untrained `gpt2` with fewer layers."""
     folders = {
         "meta": small_model(second_attention="meta"),
-        "gpt2": small_model(second_attention="none"),
+        "gpt2": small_model(second_attention="none", num_hidden_layers=1),
     }
     return [
         look(load_model(folder), load_tokenizer(str(folder)), PROMPT, "_PAUSE_", name=name)

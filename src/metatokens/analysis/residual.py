@@ -5,6 +5,7 @@ the prompt's text tokens in the layer is subtracted first. And each meta-token h
 prompt, the nearest text token before it, which is compared with the text tokens before itself at the same distances.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import get_args
 
@@ -124,18 +125,18 @@ def _similarities_before(
 
 def _attention_of_final(samples: Samples, prompt: PromptIds, seen: Observation) -> None:
     class_of_position = np.array(key_classes(prompt))
-    # Those whose uniform weight is there already: the keys of a module are the same in every layer.
-    modules: set[str] = set()
+    # By module and class of keys, from each layer: a window may hide keys.
+    uniform: defaultdict[tuple[str, str], list[Tensor]] = defaultdict(list)
     for (module, layer), inputs in seen.attention.items():
-        weights = _final_weights(prompt, inputs)
-        key_positions = inputs.positions[: weights.shape[1]].cpu().numpy()
+        logits = _final_logits(prompt, inputs)
+        weights, is_visible = logits.softmax(-1), logits.isfinite().double()
+        key_positions = inputs.positions[: logits.shape[1]].cpu().numpy()
         class_of_key = class_of_position[key_positions]
         is_of_all = len(inputs.positions) == len(prompt.ids)
         for keys in get_args(KeyClass) if is_of_all else ("itself", "earlier_meta"):
             is_of_class = torch.from_numpy(class_of_key == keys)
-            if module not in modules:
-                share = is_of_class.double().mean()
-                samples.add(share, metric="attention_weight_if_uniform", module=module, keys=keys)
+            visible_of_class = is_visible[:, is_of_class].sum(dim=1)
+            uniform[module, keys].append((visible_of_class / is_visible.sum(dim=1)).mean())
             for head, weight in enumerate(weights[:, is_of_class].sum(dim=1)):
                 samples.add(
                     weight,
@@ -145,7 +146,9 @@ def _attention_of_final(samples: Samples, prompt: PromptIds, seen: Observation) 
                     head=head,
                     keys=keys,
                 )
-        modules.add(module)
+    for (module, keys), shares in uniform.items():
+        share = torch.stack(shares).mean()
+        samples.add(share, metric="attention_weight_if_uniform", module=module, keys=keys)
 
 
 def _similarities_to_final(samples: Samples, prompt: PromptIds, units: Tensor) -> None:
@@ -161,7 +164,7 @@ def _similarities_to_final(samples: Samples, prompt: PromptIds, units: Tensor) -
             )
 
 
-def _final_weights(prompt: PromptIds, inputs: AttentionInputs) -> Tensor:
-    """The final meta-token's attention weights, (heads, keys up to itself)."""
+def _final_logits(prompt: PromptIds, inputs: AttentionInputs) -> Tensor:
+    """The final meta-token's attention logits, (heads, keys up to itself); -inf where it does not see a key."""
     row = (inputs.positions == prompt.metas[-1]).nonzero()[0]
-    return inputs.logits(row)[:, 0, : int(row) + 1].softmax(-1).cpu()
+    return inputs.logits(row)[:, 0, : int(row) + 1].cpu()

@@ -112,13 +112,16 @@ const drawEntropy = (view, module, plot) => {
 
 const shade = view => {
   const part = view.model.modules[0].layers[chosen.layer], weight = new Map(), gone = new Set();
-  const index = row(part);
+  const index = part ? row(part) : -1;  // a model may have fewer layers than another on the page
   if (index >= 0) {  // the weight of a cell is the sum over its tokens
     const {step, positions} = part, width = Math.ceil(positions.length / step);
     const weights = unpack(part.maps[Math.min(chosen.head, part.maps.length - 1)], width)[Math.floor(index / step)];
     const hidden = forgotten(part, width)?.[Math.floor(index / step)];
-    positions.forEach((position, key) => weight.set(position, weights[Math.floor(key / step)] / step));
-    positions.forEach((position, key) => hidden?.[Math.floor(key / step)] > 0.5 && gone.add(position));
+    positions.forEach((position, key) => {
+      const cell = Math.floor(key / step), tokens = Math.min(step, positions.length - step * cell);
+      weight.set(position, weights[cell] / tokens);
+      if (hidden?.[cell] > 0.5) gone.add(position);
+    });
   }
   view.buttons.forEach((button, position) => {
     const is = position === chosen.position;
@@ -195,11 +198,13 @@ const build = (model, choose) => {
   view.parts = model.modules.map((module, index) => [module, plots[index], plots[count + index]]);
   view.lens = plots[2 * count];
   view.listen = () => {
-    for (const [module, map] of view.parts)
+    for (const [module, map] of view.parts) {
+      if (!map.on) Plotly.newPlot(map, []);  // not drawn yet, in a model with fewer layers
       map.on("plotly_click", ({points: [point]}) => {
         const part = module.layers[chosen.layer];
         choose(part.positions[Math.min(point.pointIndex[0] * part.step, part.positions.length - 1)]);
       });
+    }
     view.lens.on("plotly_click", ({points: [point]}) => choose(point.pointIndex[1]));
   };
   document.getElementById("models").append(section);

@@ -194,7 +194,7 @@ def _module(look: Look, module: str, layer: int, side: int) -> dict[str, Any]:
         "positions": look.positions(module, layer).tolist(),
         "forgotten": None
         if forgotten is None
-        else _bytes(coarse(forgotten[None].float().cpu(), step) / step),
+        else _bytes(_means_of_cells(forgotten[None].float().cpu(), step)),
         "step": step,
         "maps": [_bytes(weights_of_head) for weights_of_head in coarse(weights, step)],
         "entropy": entropies,
@@ -217,12 +217,15 @@ def coarse(weights: Tensor, step: int) -> Tensor:
     Returns:
         (maps, ceil(queries / step), ceil(keys / step)); each row still sums to 1.
     """
-    if step == 1:
-        return weights
-    means = avg_pool2d(weights[:, None], step, ceil_mode=True, count_include_pad=False)[:, 0]
+    means = _means_of_cells(weights, step)
     keys = torch.full((means.shape[-1],), float(step))
     keys[-1] = weights.shape[-1] - step * (len(keys) - 1)
     return means * keys
+
+
+def _means_of_cells(maps: Tensor, step: int) -> Tensor:
+    """Maps averaged over `step` queries and as many keys; the last cells have what is left."""
+    return avg_pool2d(maps[:, None], step, ceil_mode=True, count_include_pad=False)[:, 0]
 
 
 def _bytes(weights: Tensor) -> str:

@@ -32,10 +32,9 @@ _MOST = 5  # occurrences in the segment, and outside it
 def draw(generator: Generator, m: int, n: int, asked: int, split: Split) -> Content | None:
     """Draw m lists of n items, one of them of `asked`, a segment of that one, and an item of its category.
 
-    The count in the segment is uniform up to 5 or the segment's length, and so is that in the rest of the list, which is
-    at least 1. So the most common
-    count is seldom right, and the count in the whole list never. All lengths of a segment shorter than the list are
-    equally likely. Decoys are bracketed segments in some of the other lists.
+    The count in the segment is uniform up to 5 or the segment's length. So is that in the rest of the list, which is at
+    least 1. So the most common count is seldom right, and the count in the whole list never. All lengths of a segment
+    shorter than the list are equally likely. Decoys are bracketed segments in some of the other lists.
 
     Returns:
         None if the content is in another split.
