@@ -1,6 +1,5 @@
 """Many measured values become one record: their mean and its interval."""
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from metatokens.evaluation.intervals import normal_interval, wilson_interval
+from metatokens.evaluation.intervals import error_of_ratio, normal_interval, wilson_interval
 from metatokens.records import Measurement
 
 
@@ -58,15 +57,6 @@ def summary(examples: Sequence[np.ndarray]) -> dict[str, Any]:
     if is_share and mean in (0.0, 1.0):
         fields["low"], fields["high"] = wilson_interval(round(mean * len(counted)), len(counted))
     elif len(counted) > 1:
-        low, high = normal_interval(mean, _error_of_ratio(counted, mean))
+        low, high = normal_interval(mean, error_of_ratio(counted, mean))
         fields["low"], fields["high"] = (max(0.0, low), min(1.0, high)) if is_share else (low, high)
     return fields
-
-
-def _error_of_ratio(examples: Sequence[np.ndarray], mean: float) -> float:
-    """The standard error of the ratio of the examples' sums to their counts."""
-    deviations = np.array(
-        [values.sum(dtype=np.float64) - mean * len(values) for values in examples]
-    )
-    n = len(examples)
-    return math.sqrt((deviations**2).sum() * n / (n - 1)) / sum(map(len, examples))

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from metatokens.analysis.observation import AttentionInputs, Observation, PromptIds, observe
 from metatokens.analysis.samples import Samples
+from metatokens.model.configuration import never_generated
 from metatokens.model.interventions import Intervention, intervene
 from metatokens.model.wrappers import takes_wrapped
 from metatokens.records import About, Measurement
@@ -89,7 +90,7 @@ def sharpness(
         for (module, layer), inputs in intact.attention.items():
             without = zeroed.attention[module, layer]
             _compare_attention(samples, prompt, module, inputs, without)
-        _compare_outputs(samples, prompt, model.config.meta_token_id, intact, zeroed)
+        _compare_outputs(samples, prompt, never_generated(model.config), intact, zeroed)
     fields = shared.present_fields(position_embedding=model.config.position_embedding)
     return samples.measurements(analysis="sharpness", **fields)
 
@@ -135,14 +136,14 @@ def _change_of_log_odds(before: Tensor, after: Tensor, key: int) -> Tensor:
 def _compare_outputs(
     samples: Samples,
     prompt: PromptIds,
-    meta_token_id: int,
+    never: list[int],
     intact: Observation,
     zeroed: Observation,
 ) -> None:
     after = intact.logits[prompt.metas].double()
     before = zeroed.logits[prompt.metas].double()
-    after[:, meta_token_id] = -torch.inf
-    before[:, meta_token_id] = -torch.inf
+    after[:, never] = -torch.inf
+    before[:, never] = -torch.inf
     values = {
         "output_top_logit_change": after.amax(-1) - before.amax(-1),
         "output_entropy_change": entropy(after) - entropy(before),

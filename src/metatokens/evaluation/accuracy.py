@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from metatokens.decoder import measure_cache_share
-from metatokens.evaluation.intervals import share_fields
+from metatokens.evaluation.intervals import clustered_interval, share_fields
 from metatokens.model.positions import reaches
 from metatokens.model.wrappers import takes_wrapped
 from metatokens.records import About, Metric, Result, pack_hits
@@ -85,7 +86,11 @@ def evaluate(
             results += [Result(**shared, length=length, metric=metric, n=0) for metric in METRICS]
             continue
         exact, right_tokens = score(model, examples, alone=alone)
-        answer_tokens = sum(len(example.input_ids) - example.answer_start for example in examples)
+        sizes = [len(example.input_ids) - example.answer_start for example in examples]
+        # The tokens of an answer depend on each other; their order does not matter.
+        low, high = clustered_interval(
+            [np.arange(size) < right for size, right in zip(sizes, right_tokens, strict=True)]
+        )
         of_length = {**shared, "length": length, **_cache_share(model, examples, alone)}
         results.append(
             Result(
@@ -99,8 +104,11 @@ def evaluate(
         results.append(
             Result(
                 **of_length,
-                **share_fields(sum(right_tokens), answer_tokens),
                 metric="token_accuracy",
+                value=sum(right_tokens) / sum(sizes),
+                n=sum(sizes),
+                low=low,
+                high=high,
             )
         )
     return results

@@ -1,5 +1,6 @@
 """The 95 % intervals of a measured proportion, also of answers in groups, and of a measured mean."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,18 +29,24 @@ def normal_interval(mean: float, standard_error: float) -> tuple[float, float]:
     return mean - 1.96 * standard_error, mean + 1.96 * standard_error
 
 
-def clustered_interval(clusters: Sequence[Sequence[bool]]) -> tuple[float, float]:
+def clustered_interval(clusters: Sequence[Sequence[bool] | np.ndarray]) -> tuple[float, float]:
     """The 95 % interval of a share of answers that come in clusters, such as those about one text, as (low, high).
 
-    It is the wider of two: Wilson's, as if each answer were independent, and Student's over the clusters' shares.
+    It is the wider of two: Wilson's, as if each answer were independent, and Student's over the clusters.
     """
     answers = np.concatenate(clusters)
     low, high = wilson_interval(int(answers.sum()), len(answers))
     if len(clusters) < 2:
         return low, high
-    shares = np.array([np.mean(cluster) for cluster in clusters])
-    half_width = t.ppf(0.975, len(shares) - 1) * shares.std(ddof=1) / np.sqrt(len(shares))
-    mean = answers.mean()
-    return min(low, max(0.0, float(mean - half_width))), max(
-        high, min(1.0, float(mean + half_width))
+    mean = float(answers.mean())
+    half_width = float(t.ppf(0.975, len(clusters) - 1)) * error_of_ratio(clusters, mean)
+    return min(low, max(0.0, mean - half_width)), max(high, min(1.0, mean + half_width))
+
+
+def error_of_ratio(clusters: Sequence[Sequence[float] | np.ndarray], mean: float) -> float:
+    """The standard error of a mean over values in clusters, which is the ratio of their sums to their counts."""
+    deviations = np.array(
+        [np.sum(cluster, dtype=np.float64) - mean * len(cluster) for cluster in clusters]
     )
+    n = len(clusters)
+    return math.sqrt((deviations**2).sum() * n / (n - 1)) / sum(map(len, clusters))

@@ -16,6 +16,7 @@ from metatokens.data.tokenizer import meta_token_id
 from metatokens.decoder import decoder_of, position_embedding_of
 from metatokens.errors import UserError
 from metatokens.looking.page import Likeliest, Look
+from metatokens.model.configuration import never_generated
 from metatokens.model.interventions import Intervention, intervene
 from metatokens.model.positions import learned_positions
 from metatokens.model.wrappers import takes_wrapped
@@ -158,11 +159,9 @@ def with_decoys(ids: Tensor, is_meta: Tensor, meta_token_id: int, count: int) ->
 
 
 def likeliest(model: PreTrainedModel, logits: Tensor) -> Likeliest:
-    """The five likeliest tokens by logits (..., vocabulary), without the meta-token."""
-    logits = logits.double()
-    meta = _meta_token(model)
-    if meta is not None:
-        logits = logits.index_fill(-1, torch.tensor([meta], device=logits.device), -torch.inf)
+    """The five likeliest tokens by logits (..., vocabulary), of those that a text may have."""
+    never = torch.tensor(never_generated(model.config), dtype=torch.int64, device=logits.device)
+    logits = logits.double().index_fill(-1, never, -torch.inf)
     probabilities, ids = logits.softmax(dim=-1).topk(ANSWERS)
     return Likeliest(ids.cpu(), probabilities.cpu())
 

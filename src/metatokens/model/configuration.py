@@ -192,4 +192,5 @@ def never_generated(config: PreTrainedConfig) -> list[int]:
     rows = config.get_text_config().vocab_size
     in_use = getattr(config, "unpadded_vocab_size", None) or rows
     padding = range(in_use, rows)
-    return [*padding] if config.meta_token_id is None else [config.meta_token_id, *padding]
+    meta = getattr(config, "meta_token_id", None)  # a base of transformers has none
+    return [*padding] if meta is None else [meta, *padding]
