@@ -471,7 +471,7 @@ def shrunk_in_short() -> str:
 def share_of_full(findings: shrink_judge.Findings, length: int) -> str:
     """What the shrunk model finds, in % of what the full cache finds after the same training."""
     shrunk, full = findings.shares("shrunk", length), findings.shares("full", length)
-    ratio, low, high = shrink_judge.with_interval(np.divide, shrunk, full)
+    ratio, low, high = shrink_judge.ratio_with_interval(shrunk, full)
     return f"{100 * ratio:.0f} ({100 * low:.0f} to {100 * high:.0f})"
 
 
@@ -721,7 +721,7 @@ def draw_shrunk(path: Path) -> None:
         axis = figure.subplots()
         for model, (colour, form) in looks.items():
             shares = [findings.shares(model, length) for length in ticks]
-            estimates = [shrink_judge.with_interval(np.positive, share) for share in shares]
+            estimates = [shrink_judge.mean_with_interval(share) for share in shares]
             share, low, high = 100 * np.array(estimates).T
             axis.plot([*ticks], share, form, color=colour, label=SHRUNK[model].strip("*"))
             axis.fill_between([*ticks], low, high, color=colour, alpha=0.15, linewidth=0)

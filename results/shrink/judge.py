@@ -4,12 +4,14 @@ python -m results.shrink.judge runs/suites/results.jsonl
 """
 
 import argparse
+import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from scipy.stats import t
 
 from metatokens.records import SEPARATOR, Result, read_lines, unpack_hits
 from results.shrink.suites import NEEDLE_TASKS
@@ -17,7 +19,6 @@ from results.shrink.suites import NEEDLE_TASKS
 SHRUNK, FULL = "shrunk", "full"
 GOALS = {512: 0.9, 2048: 0.9, 4096: 0.9, 8192: 0.5}  # of what FULL finds, by length
 ENOUGH = 0.25  # that FULL has to find, or nothing can be judged
-RESAMPLES = 10_000
 
 Shares = npt.NDArray[np.float64]  # of references found, (tasks, prompts)
 
@@ -59,22 +60,24 @@ class Findings:
         return np.array(rows)
 
 
-def with_interval(figure: Callable[..., Shares], *shares: Shares) -> tuple[float, float, float]:
-    """A figure of the mean shares of models, and its 95 % interval over prompts, which are resampled within tasks.
+def mean_with_interval(shares: Shares) -> tuple[float, float, float]:
+    """The mean of the tasks' means, and its 95 % interval over prompts, by Student's t (Satterthwaite)."""
+    tasks, prompts = shares.shape
+    mean = float(shares.mean())
+    variances = shares.var(axis=1, ddof=1) / prompts / tasks**2  # of each task's part of the mean
+    variance = float(variances.sum())
+    if variance == 0:
+        return mean, mean, mean
+    freedom = variance**2 / float((variances**2).sum() / (prompts - 1))
+    half_width = float(t.ppf(0.975, freedom)) * math.sqrt(variance)
+    return mean, mean - half_width, mean + half_width
 
-    Args:
-        figure: takes a mean of each model, or arrays of such means.
-        shares: of each model, of the same prompts.
-    """
-    tasks, prompts = shares[0].shape
-    drawn = np.random.default_rng(0).integers(prompts, size=(RESAMPLES, tasks, prompts))
-    resampled = [
-        of_model[np.arange(tasks)[:, None], drawn].mean(axis=(1, 2)) for of_model in shares
-    ]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        low, high = np.nanpercentile(figure(*resampled), [2.5, 97.5])
-        value = figure(*(of_model.mean() for of_model in shares))
-    return float(value), float(low), float(high)
+
+def ratio_with_interval(shares: Shares, of: Shares) -> tuple[float, float, float]:
+    """The ratio of two models' means of the same prompts, and its 95 % interval, linearised."""
+    ratio = float(shares.mean() / of.mean())
+    _, low, high = mean_with_interval((shares - ratio * of) / of.mean())
+    return ratio, ratio + low, ratio + high
 
 
 def verdict(findings: Findings, length: int) -> str:
@@ -84,7 +87,7 @@ def verdict(findings: Findings, length: int) -> str:
         return "not run"
     if full.mean() < ENOUGH:
         return f"cannot be judged: {FULL} finds {full.mean():.0%}"
-    ratio, low, high = with_interval(np.divide, shrunk, full)
+    ratio, low, high = ratio_with_interval(shrunk, full)
     word = "met" if ratio >= GOALS[length] else "missed"
     return f"{word}: {ratio:.0%} ({low:.0%} to {high:.0%}) of what {FULL} finds; goal {GOALS[length]:.0%}"
 
@@ -94,7 +97,7 @@ def comparison(findings: Findings, press: str, length: int) -> str:
     shrunk, other = findings.shares(SHRUNK, length), findings.shares(press, length)
     if shrunk is None or other is None:
         return "not run"
-    difference, low, high = with_interval(np.subtract, shrunk, other)
+    difference, low, high = mean_with_interval(shrunk - other)
     word = "more" if low > 0 else "less" if high < 0 else "cannot be told"
     return f"{word}: {100 * difference:+.0f} ({100 * low:+.0f} to {100 * high:+.0f})"
 
@@ -104,8 +107,8 @@ def cell(findings: Findings, model: str, length: int) -> str:
     shares = findings.shares(model, length)
     if shares is None:
         return "not run"
-    value, low, high = with_interval(np.positive, shares)
-    return f"{100 * value:.0f} ({100 * low:.0f} to {100 * high:.0f})"
+    value, low, high = mean_with_interval(shares)
+    return f"{100 * value:.0f} ({100 * max(0, low):.0f} to {100 * min(1, high):.0f})"
 
 
 def kept_share(lines: Sequence[Result], model: str, length: int) -> str:

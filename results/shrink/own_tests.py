@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from metatokens.evaluation.intervals import normal_interval
+from metatokens.evaluation.intervals import student_interval
 from metatokens.records import Result, read_lines
 from metatokens.shrink.lookups import CHAT, KINDS
 from metatokens.shrink.measuring import (
@@ -26,7 +26,16 @@ from metatokens.shrink.measuring import (
     TRAINED_FULL,
     TRAINED_WINDOW,
 )
-from results.shrink.judge import FULL, Findings, answered_cell, cell, kept_share, table, verdict
+from results.shrink.judge import (
+    FULL,
+    GOALS,
+    Findings,
+    answered_cell,
+    cell,
+    kept_share,
+    table,
+    verdict,
+)
 
 NEW = (*KINDS, CHAT)  # kinds of look-ups whose forms are not trained
 PROSE_GOAL = 0.10  # nats a token more than the full cache, trained alike
@@ -65,10 +74,7 @@ def loss_difference(
     losses, other_losses = _losses(kind, lines), _losses(kind, other_lines)
     if not losses or not other_losses:
         return None
-    differences = np.array([losses[text] - other_losses[text] for text in losses])
-    mean = float(differences.mean())
-    error = float(differences.std(ddof=1)) / math.sqrt(len(differences))
-    return mean, *normal_interval(mean, error)
+    return student_interval([losses[text] - other_losses[text] for text in losses])
 
 
 def _losses(kind: str, lines: Sequence[Result]) -> dict[str, float]:
@@ -127,6 +133,7 @@ def report(lines: Sequence[Result]) -> str:
     main = of_main_runs(named)
     findings = Findings(main, NEW, FACTS)
     lengths = findings.lengths
+    judged = [length for length in lengths if length in GOALS]
     found = {
         model: [cell(findings, model, length) for length in lengths] for model in findings.models
     }
@@ -137,7 +144,7 @@ def report(lines: Sequence[Result]) -> str:
     return "\n\n".join(
         [
             table("look-ups of new forms found, %", found, lengths),
-            table("the goal", {SHRUNK: [verdict(findings, length) for length in lengths]}, lengths),
+            table("the goal", {SHRUNK: [verdict(findings, length) for length in judged]}, judged),
             f"Prose: {prose_verdict(main)}.",
             table("kept of a text, %", kept, lengths),
             table(

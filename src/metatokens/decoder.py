@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -207,7 +207,7 @@ def continue_prompts(
             yield Continuation(text, tokenizer.decode(with_metas[length - len(row) :]))
 
 
-def up_to_end(ids: list[int], ends: Sequence[int | None]) -> list[int]:
+def up_to_end(ids: list[int], ends: Collection[int | None]) -> list[int]:
     """Generated ids without the padding after their end of text."""
     for index, token in enumerate(ids, start=1):
         if token in ends:

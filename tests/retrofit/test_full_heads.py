@@ -137,12 +137,18 @@ def test_a_window_that_was_taken_away_can_be_put_back() -> None:
     before = text_window_of(model.config)
 
     taken_away = set_text_window(model, None)
-    assert taken_away == before
+    assert taken_away == before | {"full_layers": []}
     assert text_window_of(model.config)["full_heads"] is None
     set_text_window(model, **taken_away)
 
     assert text_window_of(model.config) == before
     assert before["full_heads"]
+
+    set_text_window(model, WINDOW, full_heads=[])
+    without = set_text_window(model, WINDOW, full_heads=[(0, 0)])
+    set_text_window(model, **without)
+
+    assert text_window_of(model.config)["full_heads"] is None
 
 
 def test_heads_are_changed_and_all_heads_of_a_block_are_a_full_block() -> None:

@@ -247,7 +247,9 @@ def test_progress_counts_each_result_once(call, tmp_path):
 def test_forms_and_questions_of_a_user_reach_the_run(line, tmp_path, metatokens):
     forms, questions, out = (tmp_path / name for name in ("forms.yaml", "own.jsonl", "run"))
     forms.write_text('train: {keys: [{state: " {name}!", ask: "\\nWho?", answer: " {name}"}]}')
-    questions.write_text(f"{json.dumps(QUESTION)}\n" * 23)
+    records = [QUESTION | {"prompt": f"The word is bird. {number}?"} for number in range(23)]
+    # One that comes twice is either trained on or measured on.
+    questions.write_text("".join(f"{json.dumps(record)}\n" for record in records * 2))
 
     succeed(metatokens, f"{line} --out {out} --forms {forms} --questions {questions}")
 
@@ -318,7 +320,7 @@ MISTAKES = {
     "--text nowhere.txt": "nowhere.txt",
     "--questions nowhere.jsonl": "nowhere.jsonl",
     "--questions empty.jsonl": "empty.jsonl holds no record",
-    "--questions few.jsonl": "few.jsonl has 9 records, and every tenth is held out: give at least 10",
+    "--questions few.jsonl": "few.jsonl has 9 different records, and every tenth is held out: give at least 10",
     "--model without-start --questions bare.jsonl": "bare.jsonl has a prompt of a single token",
     "--questions long.jsonl": "long.jsonl has a record of 2,0",
     "--questions few.jsonl --landmarks sentence": "cache.landmarks and --questions do not go together",
@@ -336,14 +338,15 @@ def ground(base, tmp_path_factory):
     """A folder with what cannot be used."""
     folder = tmp_path_factory.mktemp("ground")
     (folder / "empty.jsonl").touch()
-    (folder / "few.jsonl").write_text(f"{json.dumps(QUESTION)}\n" * 9)
-    bare = QUESTION | {"prompt": "A"}
-    (folder / "bare.jsonl").write_text(f"{json.dumps(bare)}\n" * 10)
+    few = [QUESTION | {"prompt": f"The word is bird. {number}?"} for number in range(9)]
+    (folder / "few.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in few))
+    bare = [QUESTION | {"prompt": letter} for letter in "ABCDEFGHIJ"]
+    (folder / "bare.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in bare))
     shutil.copytree(base, folder / "without-start")
     tokenizer = json.loads((base / "tokenizer.json").read_text()) | {"post_processor": None}
     (folder / "without-start" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    long = QUESTION | {"prompt": "A bird. " * 500}
-    (folder / "long.jsonl").write_text(f"{json.dumps(long)}\n" * 10)
+    long = [QUESTION | {"prompt": "A bird. " * (500 + number)} for number in range(10)]
+    (folder / "long.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in long))
     shutil.copytree(base, folder / "sliding")
     settings = json.loads((base / "config.json").read_text())
     names = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")
@@ -420,7 +423,7 @@ def test_another_run_is_kept(copy, line, metatokens, contents):
 def test_a_text_that_has_changed_is_another_run(
     copy, line, corpus, documents, tmp_path, metatokens
 ):
-    changed = write_documents(tmp_path / "changed.jsonl", [*documents, documents[0]])
+    changed = write_documents(tmp_path / "changed.jsonl", [*documents, f"{documents[0]} More."])
     other_line = line.replace(str(corpus), str(changed))
     error = refused(metatokens, f"{other_line} --out {copy}")
     assert "holds a run with other settings (text_sha256 was " in error

@@ -74,7 +74,7 @@ def test_forms_of_a_user_are_added(tmp_path):
 
     forms = read_forms(file)
 
-    assert forms == PACKAGED | {"train": (*PACKAGED["train"], further)}
+    assert forms == PACKAGED | {"train": (further, *PACKAGED["train"])}
 
 
 @pytest.mark.parametrize(("content", "words"), BAD.items(), ids=[*BAD])

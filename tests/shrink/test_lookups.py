@@ -148,6 +148,11 @@ def test_a_conversation_is_the_templates(lookups, plain):
         "{{ messages + 1 }}",  # a TypeError
         {"tool_use": TEMPLATE},  # none is the default: a ValueError
         TEMPLATE.replace("assistant\n", "assistant\n<think>\n"),
+        # Of models that think, the last answer alone has thoughts.
+        TEMPLATE.replace(
+            "{{ message.content }}",
+            "{{ '<think></think>' if loop.last and message.role == 'assistant' }}{{ message.content }}",
+        ),
     ],
 )
 def test_a_template_that_does_not_repeat_itself_is_not_used(template, tokenizer):

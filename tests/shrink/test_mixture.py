@@ -1,5 +1,6 @@
 """What a model is trained on: rows whose answers count, or whose every token does."""
 
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
@@ -141,3 +142,17 @@ def test_records_occur(records, make):
             of_records.append(len(ids))
     assert 3 <= len(of_records) <= 18  # a quarter or a fifth of 40 batches is expected
     assert set(of_records) == {TOKENS // len(RECORD.input_ids)}
+
+
+def test_a_long_system_prompt_leaves_short_texts_without_chats(make, lookups):
+    turns = replace(lookups["train"].turns, opening=[5] * 40)
+    chatty = replace(lookups["train"], turns=turns)
+    mixture = Mixture(chatty, 200, 256, LONGEST, 100, 60, prose_share=0.0, seed=0)
+    lengths = {True: set(), False: set()}
+    for step in range(len(mixture)):
+        batch = mixture[step]
+        rows = len(batch["input_ids"])
+        is_chat = bool((batch["input_ids"][0, :40] == 5).all())
+        lengths[is_chat].add(256 // rows)
+    assert lengths[True] == {LONGEST}  # 128 tokens have 68 for facts, less the 40
+    assert lengths[False] == {LONGEST, LONGEST // 2}

@@ -125,7 +125,7 @@ def test_the_tables_show_the_results(write):
         assert statements in kinds
     shrunk = [SHRUNK]
     for differences, mean in (((0.1, 0.2), "2.400"), ((0.1, 0.3), "0.800")):
-        error = 1.96 * np.std(differences, ddof=1) / math.sqrt(2)
+        error = T_OF_2 * np.std(differences, ddof=1) / math.sqrt(2)
         middle = sum(differences) / 2
         shrunk += [mean, f"{middle:+.3f} ({middle - error:+.3f} to {middle + error:+.3f})"]
     assert shrunk in cells

@@ -1,10 +1,12 @@
 """A user's text: what is trained on, what is measured on, and what look-ups are about."""
 
+import numpy as np
 import pytest
 
 from metatokens.data.tokenizer import END_OF_TEXT
 from metatokens.errors import UserError
 from metatokens.shrink.texts import Entities, Prose, UserText
+from tests.shrink.small import write_documents
 
 
 def test_splits_share_no_name_and_no_word(documents):
@@ -56,10 +58,30 @@ def test_excerpts_are_equally_far_apart(text):
     assert text.held_out.excerpts(4, 50) == [ids[start : start + 50] for start in starts]
 
 
-def test_excerpts_do_not_overlap_unless_there_are_two(text):
+def test_excerpts_do_not_overlap(text):
     tokens = len(text.held_out.ids)
     assert len(text.held_out.excerpts(100, tokens // 5)) == 5
-    assert len(text.held_out.excerpts(100, tokens - 1)) == 2
+    assert len(text.held_out.excerpts(100, tokens - 1)) == 1
+
+
+def test_a_document_that_comes_twice_is_not_both_trained_on_and_measured_on(
+    documents, tokenizer, tmp_path
+):
+    once, twice = (
+        UserText(
+            tokenizer, [str(write_documents(tmp_path / f"{times}.jsonl", documents * times))], 400
+        )
+        for times in (1, 2)
+    )
+    assert np.array_equal(twice.held_out.ids, once.held_out.ids)
+    assert np.array_equal(twice.train.ids, once.train.ids)
+
+
+def test_facts_go_behind_lines_where_sentences_do_not_end(tokenizer):
+    ends = Prose(tokenizer, ["one two\nthree four\n"] * 20).ends
+    assert len(ends) == 40
+    with pytest.raises(UserError, match="the text has 1 ends of sentences and lines in"):
+        Prose(tokenizer, ["one two three four " * 200]).ends  # noqa: B018
 
 
 def test_too_little_text_is_refused(tokenizer, corpus):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from scipy.stats import binomtest, t
+from scipy.stats import binomtest, sem, t
 
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:
@@ -27,6 +27,13 @@ def share_fields(successes: int, n: int) -> dict[str, Any]:
 def normal_interval(mean: float, standard_error: float) -> tuple[float, float]:
     """The 95 % interval of a mean with this standard error, as (low, high), by the normal approximation."""
     return mean - 1.96 * standard_error, mean + 1.96 * standard_error
+
+
+def student_interval(values: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
+    """The mean of independent values, at least two, and its 95 % interval by Student's t, as (mean, low, high)."""
+    mean = float(np.mean(values))
+    half_width = float(t.ppf(0.975, len(values) - 1) * sem(values))
+    return mean, mean - half_width, mean + half_width
 
 
 def clustered_interval(clusters: Sequence[Sequence[bool] | np.ndarray]) -> tuple[float, float]:

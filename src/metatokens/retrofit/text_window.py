@@ -75,7 +75,10 @@ def set_text_window(
         base.saved_as = base.name_or_path = base.config.name_or_path = UNSAVED
         for adapter in getattr(model, "peft_config", {}).values():
             adapter.base_model_name_or_path = UNSAVED
-    return before
+    # None would leave them as they are.
+    return before | {
+        name: before[name] or [] for name in before.keys() & {"full_layers", "full_heads"}
+    }
 
 
 def text_window_of(config: Any) -> dict[str, Any]:

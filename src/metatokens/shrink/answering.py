@@ -8,6 +8,7 @@ from torch import Tensor
 
 from metatokens.data.landmarks import Landmarks
 from metatokens.model.generation import READ_AT_ONCE
+from metatokens.model.positions import rotates_by_length
 from metatokens.shrink.lookups import Question
 
 
@@ -15,7 +16,9 @@ from metatokens.shrink.lookups import Question
 def read(model: Any, ids: Sequence[int]) -> Any:
     """The cache that holds a text, read by chunks; a model with a text window has forgotten most of it."""
     cache = None
-    for chunk in torch.tensor([ids], device=model.device).split(READ_AT_ONCE, dim=1):
+    # Where longer texts have other frequencies, a chunk would have those of its own length.
+    size = len(ids) if rotates_by_length(model.config) else READ_AT_ONCE
+    for chunk in torch.tensor([ids], device=model.device).split(size, dim=1):
         cache = model(
             chunk, past_key_values=cache, use_cache=True, logits_to_keep=1
         ).past_key_values

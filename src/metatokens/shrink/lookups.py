@@ -101,7 +101,8 @@ def read_forms(file: Path | None = None) -> Forms:
         further = _parsed(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, TypeError) as error:
         raise UserError(f"{file} holds no forms of look-ups: {one_line(error)}.") from error
-    together = {purpose: forms[purpose] + further.get(purpose, ()) for purpose in forms}
+    # A user's own come first: a test with few texts takes the first forms.
+    together = {purpose: further.get(purpose, ()) + forms[purpose] for purpose in forms}
     trained = {(form.state, form.ask) for form in together["train"]}
     for form in together["test"]:
         if (form.state, form.ask) in trained:
@@ -187,6 +188,10 @@ class Turns:
             return None
         parts = rendered.split(_TURN)
         if len(parts) != len(messages) + 1:
+            return None
+        # A model that thinks has its thoughts in the last answer, and none in earlier ones.
+        first_turns = str(tokenizer.apply_chat_template(messages[:2], tokenize=False))
+        if not rendered.startswith(first_turns.rstrip()):
             return None
         _, before_answer, _, before_new_answer = parts
         if before_new_answer.strip() != before_answer.strip():

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from metatokens.data.landmarks import Landmarks
 from metatokens.decoder import logits_at, measure_cache_share
 from metatokens.errors import UserError
-from metatokens.evaluation.intervals import normal_interval, share_fields
+from metatokens.evaluation.intervals import clustered_interval, normal_interval
 from metatokens.records import Result, pack_hits
 from metatokens.shrink.answering import answer_logits, is_answered
 from metatokens.shrink.lookups import CHAT, KINDS, PASSAGE, TRAINED, Asked, Form, Lookups
@@ -143,7 +143,7 @@ class Measuring:
             yield self._perplexity(f"{REPLY} {number}", list(reply.input_ids), reply.answer_start)
 
     def _lookups(self, length: int | None, texts: Sequence[Asked]) -> Iterator[Result]:
-        hits: defaultdict[str, list[bool]] = defaultdict(list)
+        hits: defaultdict[str, list[list[bool]]] = defaultdict(list)  # by kind, of each text
         rows = []
         for asked in texts:
             ids = self._with_landmarks(asked.text)
@@ -151,18 +151,26 @@ class Measuring:
             of_questions = answer_logits(
                 self.model, ids, asked.questions, self.landmarks, start=len(asked.text)
             )
+            of_text: defaultdict[str, list[bool]] = defaultdict(list)
             for question, logits in zip(asked.questions, of_questions, strict=True):
-                hits[question.kind].append(is_answered(logits, question))
+                of_text[question.kind].append(is_answered(logits, question))
+            for kind, of_kind in of_text.items():
+                hits[kind].append(of_kind)
         share = measure_cache_share(self.model, rows)
-        for kind, answered in hits.items():
+        for kind, of_texts in hits.items():
+            answered = np.concatenate(of_texts)
+            low, high = clustered_interval(of_texts)
             yield Result(
                 model=self.name,
                 seed=self.seed,
                 task=kind,
                 length=length,
                 metric="exact_match",
-                **share_fields(sum(answered), len(answered)),
-                hits=pack_hits(answered),
+                value=float(answered.mean()),
+                n=len(answered),
+                low=low,
+                high=high,
+                hits=pack_hits(answered.tolist()),
                 **share,
             )
 

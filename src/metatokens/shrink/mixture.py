@@ -12,7 +12,7 @@ from metatokens.data.landmarks import Landmarks
 from metatokens.shrink.lookups import Asked, Lookups
 from metatokens.tasks.example import Encoded
 
-TOKENS_PER_FACT = 25  # at least, of the part of a text where facts are
+ROOM_PER_FACT = 25  # tokens of the part of a text where facts are
 MOST_FACTS = 24  # in a text
 MOST_FORMS = 4  # of the facts of a text: so several facts have one form, and only their names tell them apart
 CHAT_SHARE = 0.25  # of the texts with look-ups, if the model has a chat template
@@ -101,8 +101,12 @@ class Mixture:
         return rows
 
     def _lookup_row(self, generator: np.random.Generator, length: int) -> Row:
-        is_chat = self.lookups.turns is not None and generator.random() < CHAT_SHARE
-        most_facts = min(MOST_FACTS, (length - self.beyond) // TOKENS_PER_FACT)
+        turns = self.lookups.turns
+        is_chat = turns is not None and generator.random() < CHAT_SHARE
+        room = length - self.beyond
+        if turns is not None and len(turns.opening) > room - 2 * ROOM_PER_FACT:
+            is_chat = False  # its system prompt would leave no room for facts
+        most_facts = min(MOST_FACTS, room // ROOM_PER_FACT)
         facts = int(generator.integers(2, max(3, most_facts + 1)))
         number_of_forms = int(generator.integers(1, MOST_FORMS + 1))
         asked = self.lookups.draw(

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from scipy.stats import sem
 
-from metatokens.evaluation.intervals import clustered_interval, normal_interval
+from metatokens.evaluation.intervals import clustered_interval, student_interval
 from metatokens.files import write_whole
 from metatokens.looking.style import FURTHER, STYLES, line, page_templates, png, small_multiples
 from metatokens.records import Result, unpack_hits
@@ -156,9 +155,7 @@ class Findings:
 
     def loss_difference(self, kind: str, model: str, reference: str) -> tuple[float, float, float]:
         """Nats a token by which a model predicts excerpts or replies worse than another, with a 95 % interval."""
-        differences = self._losses(kind, model) - self._losses(kind, reference)
-        mean = float(differences.mean())
-        return mean, *normal_interval(mean, float(sem(differences)))
+        return student_interval(self._losses(kind, model) - self._losses(kind, reference))
 
     def mean_loss(self, kind: str, model: str) -> float:
         """Nats a token of excerpts or replies."""
@@ -175,7 +172,7 @@ class Findings:
             for result in self.results
             if result.model == model
             and result.metric == "perplexity"
-            and str(result.text).startswith(kind)
+            and str(result.text).split()[0] == kind
         ]
         return np.log(np.array(perplexities, float))
 

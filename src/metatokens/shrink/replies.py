@@ -62,6 +62,8 @@ def draw_replies(
     requests = [_request(generator, lookups, lengths, about_texts) for _ in range(count)]
     assert lookups.turns is not None
     end = lookups.turns.ending[-1]
+    models_ends = model.generation_config.eos_token_id or []
+    ends = {end, *(models_ends if isinstance(models_ends, list) else [models_ends])}
     for start in range(0, count, AT_ONCE):
         prompts = requests[start : start + AT_ONCE]
         ids, mask = left_padded(prompts, end)
@@ -71,12 +73,12 @@ def draw_replies(
             max_new_tokens=LONGEST_REPLY,
             do_sample=True,
             temperature=TEMPERATURE,
-            eos_token_id=end,
+            eos_token_id=sorted(ends),
             pad_token_id=end,
         )
         for prompt, reply in zip(prompts, written[:, ids.shape[1] :].tolist(), strict=True):
-            if reply[0] != end:
-                yield Encoded(input_ids=prompt + up_to_end(reply, [end]), answer_start=len(prompt))
+            if reply[0] not in ends:
+                yield Encoded(input_ids=prompt + up_to_end(reply, ends), answer_start=len(prompt))
 
 
 def _request(

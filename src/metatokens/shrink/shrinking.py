@@ -22,8 +22,9 @@ from metatokens.checkpoint import (
 )
 from metatokens.data.corpus import files_of
 from metatokens.data.landmarks import Landmarks
+from metatokens.data.tokenizer import backend_of
 from metatokens.errors import UserError
-from metatokens.files import DAMAGED, write_whole
+from metatokens.files import DAMAGED, sha256_of, write_whole
 from metatokens.machine import has_fast_bfloat16, return_freed_memory
 from metatokens.model.positions import reaches
 from metatokens.recipe import WITHOUT_EFFECT, ShrinkRecipe
@@ -114,7 +115,8 @@ def shrink(
     Raises:
         UserError: if model, text and settings do not fit each other.
     """
-    check_peft()
+    if recipe.training.lora_rank:
+        check_peft()
     run = _Run(recipe, model, list(corpora), out, forms, questions)
     text_files = [Path(file) for corpus in corpora for file in files_of(corpus)]
     inputs = [model, forms, questions, *text_files]
@@ -167,8 +169,13 @@ class _Run:
         self.records_to_train_on, self.records_to_measure_on = split_apart(records)
         self.settings = {
             "verb": "shrink",
-            "recipe": recipe.model_dump(mode="json", exclude=WITHOUT_EFFECT),
+            "recipe": recipe.model_dump(
+                mode="json", exclude=WITHOUT_EFFECT | {"tests": {"cost_lengths"}}
+            ),
             "model_sha256": weights_sha256(fetch_model(model)),
+            "tokenizer_sha256": sha256_of(
+                f"{backend_of(self.tokenizer).to_str()}{self.tokenizer.chat_template}".encode()
+            ),
             "text_sha256": self.text.sha256,
             "forms": [form.model_dump() for purpose in self.forms.values() for form in purpose],
             "questions_sha256": questions and records_sha256(records),
@@ -187,10 +194,15 @@ class _Run:
         if self.landmarks is not None:
             # They go into a text and into a question about it, and a record does not say where its text ends.
             raise UserError("cache.landmarks and --questions do not go together: leave one out.")
-        records = read_examples(questions, self.tokenizer)
+        # None is both trained on and measured on, and their order, which may have a period, decides nothing.
+        by_hash = {
+            records_sha256([record]): record for record in read_examples(questions, self.tokenizer)
+        }
+        records = [by_hash[checksum] for checksum in sorted(by_hash)]
         if len(records) < HELD_OUT_EVERY:
             raise UserError(
-                f"{questions} has {len(records)} records, and every tenth is held out: give at least {HELD_OUT_EVERY}."
+                f"{questions} has {len(records)} different records, and every tenth is held out: give at least "
+                f"{HELD_OUT_EVERY}."
             )
         if any(record.answer_start < 2 for record in records):
             raise UserError(

@@ -65,7 +65,8 @@ class Sizes:
         tested_texts = {
             tested: count
             for tested, count in recipe.tests.texts.items()
-            if shortest + ROOM <= tested <= limit
+            # A text may have twice as many landmarks as the mean.
+            if shortest + ROOM <= tested and tested * (1 + 2 * landmarks) <= limit
         }
         if not tested_texts:
             raise UserError(

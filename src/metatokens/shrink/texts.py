@@ -22,6 +22,7 @@ from metatokens.tasks.content import split_of
 MOST_CHARACTERS = 50_000_000  # of a user's text; the rest is not read
 HELD_OUT_EVERY = 10  # of so many documents or records, the last is held out
 FEWEST_WORDS = 64  # of a split, and of the names of a split
+MOST_BETWEEN_ENDS = 200  # tokens, in the mean, between the ends of sentences or lines
 NUMBERS = range(100, 10_000)  # that look-ups are about
 Item = TypeVar("Item")
 _WORD = re.compile(r"[^\W\d_]+")
@@ -84,12 +85,25 @@ class Prose:
         texts = [f"{document}\n\n" for document in documents]
         encoded = encode_text(tokenizer, texts, continues=True)
         self.ids = np.fromiter(chain.from_iterable(encoded), np.int64)
-        self._rule = Landmarks(tokenizer, "sentence")
+        self._tokenizer = tokenizer
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """The indices of the last tokens of sentences, (sentences,) int64."""
-        return np.flatnonzero(self._rule(self.ids))
+        """The indices of the last tokens of sentences, (sentences,) int64; in text with few of them also of lines.
+
+        Raises:
+            UserError: if the text has few of both.
+        """
+        is_end = Landmarks(self._tokenizer, "sentence")(self.ids)
+        fewest = len(self.ids) // MOST_BETWEEN_ENDS
+        if is_end.sum() < fewest:
+            is_end |= Landmarks(self._tokenizer, "line")(self.ids)
+        if is_end.sum() < fewest:
+            raise UserError(
+                f"the text has {is_end.sum():,} ends of sentences and lines in {len(self.ids):,} tokens, and facts go "
+                "behind such ends: give text with more of them."
+            )
+        return np.flatnonzero(is_end)
 
     def excerpt(self, generator: np.random.Generator, length: int) -> list[int]:
         """A random excerpt of `length` tokens."""
@@ -97,8 +111,8 @@ class Prose:
         return self.ids[start : start + length].tolist()
 
     def excerpts(self, count: int, length: int) -> list[list[int]]:
-        """Excerpts of `length` tokens at equal distances: `count`, or as many as do not overlap, but at least two."""
-        count = min(count, max(2, len(self.ids) // length))
+        """Excerpts of `length` tokens at equal distances: `count`, or as many as do not overlap."""
+        count = min(count, len(self.ids) // length)
         starts = np.linspace(0, len(self.ids) - length, count).astype(int)
         return [self.ids[start : start + length].tolist() for start in starts]
 
@@ -127,7 +141,9 @@ class UserText:
         Raises:
             UserError: if a corpus cannot be read, or has no excerpt of `longest` tokens to train on and to measure on.
         """
-        documents = list(_documents(corpora))
+        documents = list(
+            dict.fromkeys(_documents(corpora))
+        )  # none is both trained on and measured on
         train, held_out = split_apart(documents)
         self.train, self.held_out = Prose(tokenizer, train), Prose(tokenizer, held_out)
         for name, prose in (("to train on", self.train), ("held out", self.held_out)):
