@@ -233,6 +233,8 @@ WHOLE = "give generate\\(\\) the whole sequence as input_ids"
             {"meta_every": 2, "prompt_lookup_num_tokens": 2},
             "assisted generation supports neither inserted",
         ),
+        ({}, {"assistant_early_exit": 1}, "assistant_early_exit changes the number of blocks"),
+        ({}, {"token_healing": True}, "token_healing writes the prompt as text"),
         ({}, {"meta_every": 2, "guidance_scale": 1.5}, "guidance_scale does not support inserted"),
         (SHORT_TABLE, {"cache_implementation": "static"}, "6 learned positions"),
         (SHORT_TABLE, {"meta_every": 2}, "6 learned positions"),
@@ -255,3 +257,25 @@ def test_a_cache_with_inserted_meta_tokens_does_not_go_on(caller: str) -> None:
 
     with pytest.raises(UserError, match="meta-tokens were inserted into what this cache holds"):
         model.generate(ids, **options)
+
+
+@pytest.mark.parametrize("caller", ["rope-meta", "llama"])
+def test_a_cache_that_is_cropped_to_the_prompt_goes_on(caller: str) -> None:
+    model, cache, ids = shared_model_of(caller), DynamicCache(), torch.tensor([[1, 2, 3, 4]])
+    options = {"max_new_tokens": 6, "do_sample": False, "meta_every": 2}
+    expected = model.generate(ids, **options)
+    model.generate(ids, past_key_values=cache, **options)
+    cache.crop(3 - cache.get_seq_length())
+
+    assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
+
+
+def test_a_draft_inserts_nothing_whatever_its_setting() -> None:
+    model, draft = tiny_model(), tiny_model(num_hidden_layers=1)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(PROMPT, **options)
+    draft.generation_config.meta_every = 2
+    assert torch.equal(model.generate(PROMPT, assistant_model=draft, **options), expected)
+    model.generation_config.meta_every = 2
+    without = model.generate(PROMPT, assistant_model=draft, meta_every=0, **options)
+    assert torch.equal(without, expected)

@@ -22,10 +22,12 @@ from transformers import (
 
 from metatokens import add_meta_attention, freeze_base, save_meta, set_text_window
 from metatokens.errors import UserError
+from metatokens.retrofit.classes import DROP_INPUTS
 from tests.model.tiny_models import tiny_model
 from tests.numbers import decoder_roundings, rounding_bound
 from tests.retrofit.architectures import (
     ADDED,
+    ARCHITECTURES,
     LENGTH,
     META,
     ROUNDED,
@@ -67,6 +69,18 @@ def test_a_mask_of_meta_tokens_of_another_shape_is_refused(caller: str) -> None:
             model(ids, meta_token_mask=wrong)
 
     assert torch.equal(model(ids, meta_token_mask=mask).logits, model(ids).logits)
+
+
+@pytest.mark.quick(name=["bloom", "falcon", "gptj", "llama"])
+@pytest.mark.parametrize("name", [*ARCHITECTURES])
+def test_a_mask_decides_or_is_refused(name: str) -> None:
+    model, ids = shared(name), with_meta_tokens()
+    none = torch.zeros_like(ids, dtype=torch.bool)
+    if name in DROP_INPUTS:
+        with pytest.raises(UserError, match="does not hand meta_token_mask to its blocks"):
+            model(ids, meta_token_mask=none)
+    else:
+        assert not torch.equal(model(ids, meta_token_mask=none).logits, model(ids).logits)
 
 
 @BOTH_CALLERS

@@ -38,7 +38,7 @@ def write_records(records: "Iterable[Record]", out: Path | None) -> None:
 
 
 def write_figures(figures: "Sequence[Measured]", out: Path | None, *, as_json: bool) -> None:
-    """Print measured figures, as a table or as JSON lines; the same to a terminal, a pipe and a file.
+    """Print measured figures, as a table or as JSON lines.
 
     Args:
         figures: the results.

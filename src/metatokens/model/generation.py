@@ -92,11 +92,22 @@ class MetaTokenGenerationMixin(GenerationMixin):
             raise UserError(
                 "meta_token_mask is for a forward pass; generate() finds meta-tokens by their ids."
             )
+        for config in (kwargs, vars(generation_config or self.generation_config)):
+            if config.get("assistant_early_exit"):
+                raise UserError(
+                    "assistant_early_exit changes the number of blocks, which meta-attention depends on: give an "
+                    "assistant_model."
+                )
+            if config.get("token_healing"):
+                raise UserError(
+                    "token_healing writes the prompt as text, which has no meta-tokens: leave it out."
+                )
         insert_every = self._insert_every(meta_every, generation_config)
         kwargs = with_cache_renamed(kwargs)
         cache = kwargs.get(CACHE)
-        # One that was reset holds nothing.
-        if cache is not None and getattr(cache, "inserted", None) and cache.get_seq_length():
+        inserted = getattr(cache, "inserted", None)
+        # None is left in a cache that was reset, or cropped to the prompt.
+        if cache is not None and inserted and cache.get_seq_length() > inserted[0]:
             raise UserError(
                 "meta-tokens were inserted into what this cache holds, and the ids have none: begin a new cache."
             )
@@ -154,6 +165,8 @@ class MetaTokenGenerationMixin(GenerationMixin):
         self, meta_every: int | None, generation_config: GenerationConfig | None
     ) -> int | None:
         """The `meta_every` that holds: the argument's, or that of a generation configuration; None for 0."""
+        if getattr(generation_config, "is_assistant", False):
+            return None  # a draft writes text alone, whatever its model's setting
         for config in (generation_config, self.generation_config):
             if meta_every is None:
                 meta_every = getattr(config, "meta_every", None)

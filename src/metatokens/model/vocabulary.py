@@ -56,6 +56,14 @@ class MetaVocabulary:
         if not (is_named or is_checkpoint or saves_adapters_alone):
             self.saved_as = self.name_or_path = self.config.name_or_path = str(save_directory)
 
+    def push_to_hub(self: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+        """Push as transformers does, by way of a temporary folder, and name an unnamed model after the repository."""
+        was_named = self.config.name_or_path != self.saved_as
+        commit = cast(Any, super()).push_to_hub(repo_id, *args, **kwargs)
+        if not was_named:
+            self.saved_as = self.name_or_path = self.config.name_or_path = repo_id
+        return commit
+
     def resize_token_embeddings(
         self: Any,
         new_num_tokens: int | None = None,

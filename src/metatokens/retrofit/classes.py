@@ -13,12 +13,12 @@ import json
 from inspect import signature
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -133,8 +133,9 @@ class MetaTokensConfig(PreTrainedConfig):
         architectures = fields.get("architectures") or [""]
         name = architectures[0].removeprefix(PREFIX)
         model = getattr(transformers, name, None)
+        # The decoder of a language model, saved alone, cannot generate.
         if base not in CONFIG_MAPPING or not (
-            isinstance(model, type) and issubclass(model, PreTrainedModel)
+            isinstance(model, type) and issubclass(model, GenerationMixin)
         ):
             raise UserError(
                 "base_model_type and architectures name no retrofitted model that metatokens supports."
@@ -142,6 +143,10 @@ class MetaTokensConfig(PreTrainedConfig):
         # TRL reads `auto_map` if transformers does not have the architecture.
         _, meta_config = classes_of(model, CONFIG_MAPPING[base])
         return meta_config.from_dict(fields | {"auto_map": _AUTO_MAP}, **kwargs)
+
+
+# Bases whose forward takes inputs that it does not know, and ignores them.
+DROP_INPUTS = {"bloom", "codegen", "falcon", "gptj", "mpt"}
 
 
 class MetaModel(MetaVocabulary, MetaTokenGenerationMixin):
@@ -193,6 +198,12 @@ class MetaModel(MetaVocabulary, MetaTokenGenerationMixin):
         if len(args) > 1:
             args, kwargs = (), bind_inputs(self, args, kwargs)
         kwargs = with_cache_renamed(kwargs)
+        dropped = [name for name in ("meta_token_mask", "cu_seq_lens_q") if name in kwargs]
+        if dropped and self.config.model_type in DROP_INPUTS:
+            raise UserError(
+                f"the forward of a {self.config.model_type} does not hand {dropped[0]} to its blocks: give input_ids "
+                "alone, and each packed sequence its own row."
+            )
         if not torch.compiler.is_compiling():  # an adapter may have replaced the head
             connect_head(self)
             reads_positions = "position_ids" in signature(decoder_of(self)[0].forward).parameters
@@ -223,26 +234,34 @@ class NoClass:
     _from_config = from_pretrained
 
 
-@functools.cache
 def classes_of(model: Any, config: Any) -> tuple[Any, Any]:
     """A base's classes of models and configurations with the mixins, registered with the Auto classes.
 
-    Auto classes find classes by the configuration's name. One without a registration would load the base.
+    Auto classes find classes by the configuration's name. One without a registration would load the base. The last
+    registration holds, so each call registers again: a base may have several classes of models.
     """
-    meta_config, meta_model = class_with(MetaConfig, config), class_with(MetaModel, model)
-    meta_model.config_class = meta_config
-
-    @functools.wraps(model.forward)  # transformers reads the names of its arguments
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return MetaModel.forward(self, *args, **kwargs)
-
-    meta_model.forward = forward
+    meta_model, meta_config = _made_classes(model, config)
     register_architecture(PREFIX + model.__name__, meta_model)
     for name, auto in vars(modeling_auto).items():
         if name.startswith("AutoModel"):
             loads_it = auto._model_mapping.get(config, None) is model
             auto.register(meta_config, meta_model if loads_it else NoClass, exist_ok=True)
     AutoModelForCausalLM.register(meta_config, meta_model, exist_ok=True)
+    return meta_model, meta_config
+
+
+@functools.cache
+def _made_classes(model: Any, config: Any) -> tuple[Any, Any]:
+    meta_config, meta_model = class_with(MetaConfig, config), class_with(MetaModel, model)
+    meta_model.config_class = meta_config
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return MetaModel.forward(self, *args, **kwargs)
+
+    # transformers reads the names of its arguments; accelerate would put what `functools.wraps` wraps in its place.
+    cast(Any, forward).__signature__ = signature(model.forward)
+    forward.__doc__ = model.forward.__doc__
+    meta_model.forward = forward
     return meta_model, meta_config
 
 

@@ -1,11 +1,13 @@
 """Adding a meta-token and meta-attention to a pretrained decoder."""
 
+import warnings
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.quantizers.base import get_keys_to_not_convert
 
@@ -123,6 +125,12 @@ def _check_base(model: Any) -> None:
         raise UserError(
             f"meta-attention cannot be added to a {name}, an encoder-decoder; give a decoder."
         )
+    if getattr(transformers, name, None) is not type(model):
+        warnings.warn(
+            f"{name} is no class of transformers, so no program can load a folder that save_pretrained writes of it. "
+            "save_meta saves what is added, for load_meta.",
+            stacklevel=3,
+        )
 
 
 def _check_row(model: PreTrainedModel, meta_token_id: Any) -> None:
@@ -210,7 +218,7 @@ def convert(
     if in_use > rows:
         model.resize_token_embeddings(in_use, pad_to_multiple_of=64, mean_resizing=False)
         _fill_new_rows(model, rows)
-    meta_model, meta_config = classes_of(type(model), type(model.config))  # type: ignore[arg-type]  # a class is hashable
+    meta_model, meta_config = classes_of(type(model), type(model.config))
     model.__class__, model.config.__class__ = meta_model, meta_config
     run_new_forward(model)
     model.config.meta_attention = settings.model_dump()
