@@ -150,7 +150,7 @@ def test_a_retrofitted_model_does_not_have_the_name_of_its_base(tmp_path: Path) 
 
 
 @pytest.mark.quick(name=["llama"])
-@pytest.mark.parametrize("name", ["llama", "bloom", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "bloom", "gemma4_text", "gpt_neox"])
 def test_a_table_grows_for_a_tokenizer_and_comes_back(name: str, tmp_path: Path) -> None:
     trained = load_tokenizer(f"train:{ROWS}", corpus=CORPUS)
     tokenizer = PreTrainedTokenizerFast(

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from metatokens.files import sha256_of
@@ -41,6 +42,18 @@ def _as_json(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
 
 
+def tables_of(model: PreTrainedModel) -> list[Any]:
+    """The modules with a row for each entry of the vocabulary: embeddings (Gemma 4 has several) and the head."""
+    table: Any = model.get_input_embeddings()
+    rows = len(table.weight)
+    others = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and len(module.weight) == rows and module is not table
+    ]
+    return [table, *others, *filter(None, [model.get_output_embeddings()])]
+
+
 @torch.no_grad()
 def weights_checksum(model: PreTrainedModel, rows: int | None = None) -> str | None:
     """A checksum of a sample of a base's weights; None if a weight is quantised or not in memory.
@@ -56,10 +69,7 @@ def weights_checksum(model: PreTrainedModel, rows: int | None = None) -> str | N
     weights = [parameter for parameter in model.parameters() if id(parameter) not in added]
     if any(weight.is_meta or not weight.is_floating_point() for weight in weights):
         return None
-    tables = (model.get_input_embeddings(), model.get_output_embeddings())
-    table_ids = {
-        id(weight) for table in tables if table is not None for weight in table.parameters()
-    }
+    table_ids = {id(weight) for table in tables_of(model) for weight in table.parameters()}
     sample = []
     for weight in weights:
         counted = weight[:rows] if id(weight) in table_ids else weight

@@ -23,7 +23,7 @@ from metatokens.retrofit.classes import (
     init_added_weights,
     install,
 )
-from metatokens.retrofit.identity import settings_of, weights_checksum
+from metatokens.retrofit.identity import settings_of, tables_of, weights_checksum
 from metatokens.retrofit.injection_points import device_of, find_injection_points
 from metatokens.retrofit.layers import run_new_forward
 from metatokens.retrofit.settings import MetaSettings, check_entries
@@ -251,12 +251,12 @@ def _keep_unquantised(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _fill_new_rows(model: PreTrainedModel, rows: int) -> None:
-    """Set the new rows of the table of embeddings and of the head to the mean of the first `rows`.
+    """Set the new rows of the tables of embeddings and of the head to the mean of the first `rows`.
 
     The model masks their logits. Losses that use the head's weights directly, as TRL's do, count them, and are too
     large by log(1 + new / rows) at most: the mean of the logits is below the logarithm of their mean exponential.
     """
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+    for module in tables_of(model):
         for values in (module.weight, getattr(module, "bias", None)):
             if values is not None and values.is_floating_point() and not values.is_meta:
                 values[rows:] = values[:rows].float().mean(dim=0)
