@@ -89,10 +89,9 @@ class MetaConfig(PreTrainedConfig):
     def to_json_string(self, *args: Any, **kwargs: Any) -> str:
         """The base's JSON, under this package's model type."""
         fields = json.loads(super().to_json_string(*args, **kwargs))
-        base = Path(fields["meta_attention"]["base"])
-        if base.is_absolute():
-            # Does not show where it was on this machine.
-            fields["meta_attention"]["base"] = f"../{base.name}"
+        if Path(fields["meta_attention"]["base"]).is_absolute():
+            # A folder of this machine means nothing elsewhere, and a whole model needs no base.
+            fields["meta_attention"]["base"] = ""
         architectures = fields.get("architectures") or ()
         fields |= {
             "model_type": MODEL_TYPE,
