@@ -90,7 +90,6 @@ def write_inputs(folder, payload, recipe):
         "command": f"metatokens {payload}",
         "preset": payload,
         "platform": payload,
-        "python": payload,
         "cores": 2,
         "created": payload,
         "finished": payload,

@@ -158,8 +158,10 @@ def test_embeddings_in_place_of_ids(caller: str) -> None:
     model, ids = shared_model_of(caller), with_meta_tokens()
     embeddings = model.get_input_embeddings()(ids)
     expected = model(ids).logits
-    for further in ({}, {"meta_token_mask": ids == model.config.meta_token_id}):
-        assert torch.equal(model(inputs_embeds=embeddings, **further).logits, expected)
+    assert torch.equal(model(inputs_embeds=embeddings).logits, expected)
+    if caller != "bloom":  # which drops it
+        mask = ids == model.config.meta_token_id
+        assert torch.equal(model(inputs_embeds=embeddings, meta_token_mask=mask).logits, expected)
 
     options = {
         "attention_mask": torch.ones_like(ids),

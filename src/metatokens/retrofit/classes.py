@@ -197,11 +197,10 @@ class MetaModel(MetaVocabulary, MetaTokenGenerationMixin):
         if len(args) > 1:
             args, kwargs = (), bind_inputs(self, args, kwargs)
         kwargs = with_cache_renamed(kwargs)
-        dropped = [name for name in ("meta_token_mask", "cu_seq_lens_q") if name in kwargs]
-        if dropped and self.config.model_type in DROP_INPUTS:
+        if "meta_token_mask" in kwargs and self.config.model_type in DROP_INPUTS:
             raise UserError(
-                f"the forward of a {self.config.model_type} does not hand {dropped[0]} to its blocks: give input_ids "
-                "alone, and each packed sequence its own row."
+                f"the forward of a {self.config.model_type} does not hand meta_token_mask to its blocks: give "
+                "input_ids."
             )
         if not torch.compiler.is_compiling():  # an adapter may have replaced the head
             connect_head(self)
