@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from metatokens.data.prompts import SegmentEncoder, encode_chat, encode_prompt
-from metatokens.data.tokenizer import decode_continuation, load_tokenizer
+from metatokens.data.tokenizer import decode_continuation, load_tokenizer, text_of_token
 from metatokens.data.writing import write_token_store
 from metatokens.evaluation.perplexity import held_out_text
 from metatokens.tasks.example import encode_example
@@ -96,6 +96,12 @@ def test_a_continuation_keeps_the_space_before_it(tokenizer):
     assert decode_continuation(tokenizer, prompt, [last_word]) == " sat"
     assert decode_continuation(tokenizer, prompt, [last_word, tokenizer.eos_token_id]) == " sat"
     assert decode_continuation(tokenizer, [], [*prompt, last_word]) == "the cat number 12 sat"
+
+
+def test_a_token_keeps_its_space(tokenizer):
+    (text,) = TEXTS[:1]
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert "".join(text_of_token(tokenizer, token) for token in ids) == f" {text}"
 
 
 def test_the_documents_of_a_store(

@@ -210,6 +210,12 @@ def decode_continuation(
     return str(whole[len(before) :])
 
 
+def text_of_token(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """The text of a token within a text; at the beginning of one, tokenizers like Llama 2's drop its space."""
+    first, both = tokenizer.decode([token]), tokenizer.decode([token, token])
+    return str(both.removeprefix(first))
+
+
 def beginning_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that a tokenizer puts before a text, such as a token for its beginning; often none."""
     encoding = tokenizer("text", return_special_tokens_mask=True)

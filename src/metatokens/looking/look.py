@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from metatokens.analysis.observation import observe
 from metatokens.data.prompts import encode_prompt
-from metatokens.data.tokenizer import meta_token_id
+from metatokens.data.tokenizer import meta_token_id, text_of_token
 from metatokens.decoder import decoder_of, position_embedding_of
 from metatokens.errors import UserError
 from metatokens.looking.page import Likeliest, Look
@@ -76,7 +76,7 @@ def look(
         answers = {WITHOUT: likeliest(model, _next_logits(model, ids))}
     return Look(
         name=name or type(model).__name__,
-        tokens=[tokenizer.decode([token]) for token in ids.tolist()],
+        tokens=[text_of_token(tokenizer, token) for token in ids.tolist()],
         ids=ids,
         is_meta=is_meta,
         observation=observation,

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from metatokens.analysis.observation import Observation
 from metatokens.analysis.sharpness import entropy
+from metatokens.data.tokenizer import text_of_token
 from metatokens.looking.style import page_templates, readable
 
 SIGNATURE = "metatokens look"  # is in every page, so that no other file is ever overwritten
@@ -150,7 +151,7 @@ def _answers(look: Look) -> list[tuple[str, list[tuple[str, float]]]]:
 
 
 def _texts(look: Look, ids: Tensor) -> list[str]:
-    return [readable(look.tokenizer.decode([token])) for token in ids.tolist()]
+    return [readable(text_of_token(look.tokenizer, token)) for token in ids.tolist()]
 
 
 def _model(look: Look) -> dict[str, Any]:
