@@ -1,5 +1,7 @@
 """Gradients of logits that were computed in two ways."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,11 @@ from torch import Tensor
 def far(a: Tensor, b: Tensor) -> float:
     """The largest difference, as a share of the largest number, which is at least 1."""
     return float((a - b).detach().abs().max() / b.detach().abs().max().clamp(min=1))
+
+
+def largest(errors: Iterable[float]) -> float:
+    """The largest of some errors; NaN if one of them is, which `max` may drop."""
+    return float(torch.tensor([*errors]).max())
 
 
 def gradients_far(model: torch.nn.Module, computed: Tensor, expected: Tensor) -> float:
@@ -17,7 +24,7 @@ def gradients_far(model: torch.nn.Module, computed: Tensor, expected: Tensor) ->
     gradients = _gradients(model, computed, weights_of_logits)
     expected_gradients = _gradients(model, expected, weights_of_logits)
     assert gradients.keys() == expected_gradients.keys()
-    return max(far(gradients[name], gradient) for name, gradient in expected_gradients.items())
+    return largest(far(gradients[name], gradient) for name, gradient in expected_gradients.items())
 
 
 def _gradients(

@@ -9,11 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from metatokens.checkpoint import load_model
+from metatokens.checkpoint import EXAMPLE, load_model
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.evaluation import accuracy
-from metatokens.evaluation.accuracy import evaluate, score, shortcut_rates
+from metatokens.evaluation.accuracy import (
+    draw_test_examples,
+    evaluate,
+    score,
+    shortcut_rates,
+)
+from metatokens.files import sha256_of
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.records import About, Result
 from metatokens.tasks.curriculum import TASKS
@@ -201,3 +207,20 @@ def test_shortcut_rates(
     assert (result.metric, result.condition, result.length) == ("shortcut", "paper", 64)
     assert (result.value, result.n) == (pytest.approx(rate), 30)
     assert result.low <= rate < result.high
+
+
+# The first digits of the checksum of ten prompts.
+DRAWN = {
+    "list_recall": "c985ce1d",
+    "segment_counting": "f9009a29",
+    "parity": "b6bffb2d",
+    "copying": "65335082",
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_test_prompts_of_all_results_stay_the_same(task: str) -> None:
+    documents = [" ".join(f"word{number}-{place}" for place in range(90)) for number in range(60)]
+    tokenizer = load_tokenizer(str(EXAMPLE))
+    examples = draw_test_examples(task, 128, 10, tokenizer, condition="paper", documents=documents)
+    assert sha256_of("".join(example.prompt for example in examples).encode())[:8] == DRAWN[task]

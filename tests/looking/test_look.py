@@ -72,11 +72,14 @@ def test_the_prompt_is_encoded_with_its_meta_tokens(look: Look) -> None:
     assert list(look.answers) == [WITH, WITHOUT, DECOYS, COVERED]
 
 
-@pytest.mark.parametrize("title", [WITH, WITHOUT, COVERED])
+@pytest.mark.parametrize("title", [WITH, WITHOUT, DECOYS, COVERED])
 def test_answers_are_the_likeliest_tokens_after_each_prompt(
     title: str, folder: Path, look: Look
 ) -> None:
     ids = look.ids[~look.is_meta] if title == WITHOUT else look.ids
+    if title == DECOYS:
+        meta, count = look.tokenizer.meta_token_id, int(look.is_meta.sum())
+        ids = with_decoys(ids, look.is_meta, meta, count)
     mask = question_mask(look) if title == COVERED else None
     expected = next_token(folder, ids, mask)
 

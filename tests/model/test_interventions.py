@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from metatokens import MetaGPT2ForCausalLM
 from metatokens.errors import UserError
@@ -14,9 +13,7 @@ from metatokens.model.interventions import Intervention, intervene
 from tests.model.agreement import assert_close
 from tests.model.dense_oracle import DenseOracle
 from tests.model.generating import greedy_text
-from tests.model.in_pieces import in_steps
 from tests.model.tiny_models import META, SECOND, pad, random_rows, shared_model, tiny_model
-from tests.numbers import ROUNDED_DOUBLE
 
 ROWS = random_rows((14, 9, 6, 4))
 IDS = torch.tensor([ROWS[0]])
@@ -180,21 +177,6 @@ def test_contexts_can_be_nested(position_embedding: str) -> None:
 
 
 # --- cached keys and generation
-
-
-@INTERVENTIONS
-@POSITIONS
-@SECOND
-def test_cached_steps_give_the_logits_of_one_pass(
-    name: str, position_embedding: str, second_attention: str
-) -> None:
-    model = shared_model(position_embedding=position_embedding, second_attention=second_attention)
-    ids, mask = pad(ROWS)
-    with intervene(model, Intervention.parse(name)):
-        expected = model(ids, attention_mask=mask).logits
-        logits, _ = in_steps(model, ids, mask, [1, 5, 12], DynamicCache())
-
-    assert_close(logits[mask.bool()], expected[mask.bool()], ROUNDED_DOUBLE)
 
 
 @INTERVENTIONS

@@ -123,7 +123,8 @@ def test_fine_tuning_fits_the_tests(name):
             recipe = finetune_recipe(sizes, model, task)
             lengths_of_tests = counts_of(sizes, model, task)[recipe.task.condition]
             assert set(recipe.task.train_lengths) <= lengths_of_tests.keys()
-            assert recipe.training.seed == model.seed
+            pretrained = pretrain_recipe(sizes, model)
+            assert recipe.training.seed == pretrained.training.seed == model.seed
 
 
 @pytest.mark.parametrize("sizes", [DEMO, SMALL, PAPER], ids=["demo", "small", "paper"])

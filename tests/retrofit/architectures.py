@@ -24,7 +24,7 @@ from metatokens.errors import UserError
 from metatokens.retrofit.layers import MetaModule
 from metatokens.training.batches import with_logits_to_keep
 from tests.checkpointing import checkpoint_activations, keep_activations
-from tests.gradients import far
+from tests.gradients import far, largest
 from tests.model.agreement import gradients_of
 from tests.numbers import decoder_roundings, rounding_bound
 from tests.retrofit.small import auto_class, small
@@ -325,10 +325,12 @@ def reload_error(name: str, dtype: torch.dtype = torch.float32) -> float:
         put_together = load_meta(other, Path(folder) / "meta")
         assert model.dtype == whole.dtype == put_together.dtype == dtype
         expected = logits(model, with_meta_tokens())
-        return max(
-            error(logits(whole, with_meta_tokens()), expected),
-            error(logits(put_together, with_meta_tokens()), expected),
-            error(logits(model, text()), logits(plain, text())),
+        return largest(
+            [
+                error(logits(whole, with_meta_tokens()), expected),
+                error(logits(put_together, with_meta_tokens()), expected),
+                error(logits(model, text()), logits(plain, text())),
+            ]
         )
 
 
@@ -339,7 +341,7 @@ def half_error(name: str) -> float:
 
 def gradient_error(name: str) -> float:
     """How far gradients with both kinds of activation checkpointing are from those without; two passes accumulate."""
-    worst = 0.0
+    errors = []
     for freeze in (False, True):
         model = retrofitted(name, freeze=freeze).train()
         expected = _gradients(model)
@@ -349,8 +351,8 @@ def gradient_error(name: str) -> float:
             actual = _gradients(model)
             keep_activations(model)
             assert actual.keys() == expected.keys()
-            worst = max(worst, *(far(actual[key], expected[key]) for key in expected))
-    return worst
+            errors += [far(actual[key], expected[key]) for key in expected]
+    return largest(errors)
 
 
 def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -380,7 +382,9 @@ def scored_columns_error(name: str) -> float:
     # The first eight, the last, and two that neither row is scored on.
     assert out.logits.shape[1] == LENGTH - 11
     expected, actual = gradients
-    return max(far(*losses), *(far(actual[name], gradient) for name, gradient in expected.items()))
+    return largest(
+        [far(*losses), *(far(actual[name], gradient) for name, gradient in expected.items())]
+    )
 
 
 @torch.no_grad()

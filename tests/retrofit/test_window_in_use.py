@@ -210,20 +210,3 @@ def test_a_streamer_gets_what_generation_returns(caller: str) -> None:
     }
     [row] = shared_forgetful(caller).generate(IDS, streamer=streamer, **options)
     assert streamer.ids == [*row.tolist(), -1]
-
-
-@BOTH_CALLERS
-@torch.no_grad()
-def test_attention_weights_are_those_of_a_pass_without_a_cache(caller: str) -> None:
-    model = forgetful(caller)
-    model.set_attn_implementation("eager")
-    weights = model(IDS, use_cache=False, output_attentions=True).attentions
-    assert weights[0].shape[2:] == (IDS.shape[1], IDS.shape[1])
-
-    message = "a cache drops text, and attention weights with it"
-    with pytest.raises(UserError, match=message):
-        model(IDS[:, :8], use_cache=True, output_attentions=True)
-    with pytest.raises(UserError, match=message):
-        model.generate(
-            IDS[:, :40], max_new_tokens=3, output_attentions=True, return_dict_in_generate=True
-        )

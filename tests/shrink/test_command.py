@@ -386,12 +386,30 @@ def test_a_mistake_is_one_sentence_before_anything_is_written(
 def test_a_damaged_file_of_a_run_is_named(file, content, finished, line, tmp_path, metatokens):
     shutil.copytree(finished, tmp_path / "run")
     (tmp_path / "run" / file).write_text(content)
+    (tmp_path / "run" / "results" / "shrunk.jsonl").unlink()  # so that the replies are read
     status, _, error = metatokens(f"{line} --out {tmp_path / 'run'}")
-    if status:  # `{}` is an empty list of lines too
+    if content == "{}" and file != "replies.json":  # an empty list of lines too
+        assert status == 0
+    else:
         assert f"run/{file} is damaged: remove it, and the same command makes it again." in error
         assert status == 2
     (tmp_path / "run" / file).unlink()
     succeed(metatokens, f"{line} --out {tmp_path / 'run'}")
+
+
+def test_another_model_or_other_questions_are_another_run(base, copy, line, tmp_path, metatokens):
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.lm_head.weight.data[0, 0] += 1
+    model.save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "other")
+    other = line.replace(f"--model {base}", f"--model {tmp_path / 'other'}")
+    assert "(model_sha256 was " in refused(metatokens, f"{other} --out {copy}")
+
+    records = [QUESTION | {"prompt": f"The word is bird. {number}?"} for number in range(10)]
+    questions = tmp_path / "own.jsonl"
+    questions.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    with_questions = f"{line} --questions {questions} --out {copy}"
+    assert "(questions_sha256 was None" in refused(metatokens, with_questions)
 
 
 def test_overwriting_keeps_the_text(line, documents, tmp_path, metatokens):

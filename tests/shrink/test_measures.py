@@ -17,6 +17,7 @@ from metatokens.shrink import measuring
 from metatokens.shrink.answering import answer_logits
 from metatokens.shrink.choosing import HeadLoss, loss_without, most_needed
 from metatokens.shrink.cost import NEW, costs
+from metatokens.shrink.lookups import CHAT, KINDS, PASSAGE, TRAINED
 from metatokens.shrink.sizes import SINKS
 from metatokens.tasks.example import Encoded
 from tests.numbers import decoder_roundings, rounding_bound
@@ -219,3 +220,19 @@ def test_the_bytes_of_a_cache(model, text):
     assert SINKS + WINDOW - 1 <= of_window <= SINKS + WINDOW + 16
     assert of_window == int(of_window)
     assert min(full.read_per_second, small.read_per_second, small.new_per_second) > 0
+
+
+def test_each_tested_text_is_drawn_by_itself(lookups):
+    tests = measuring.draw_tests(
+        lookups["test"],
+        lookups["train"].forms,
+        {448: 4},
+        beyond={448: 60},
+        user_questions=[],
+        excerpts=2,
+        excerpt_length=50,
+    )
+    texts = [tuple(asked.text) for asked in tests.asked[448]]
+    kinds = {question.kind for asked in tests.asked[448] for question in asked.questions}
+    assert kinds == {*KINDS, CHAT, TRAINED, PASSAGE}
+    assert len({*texts}) == len(texts) == 4 * len(kinds - {PASSAGE})

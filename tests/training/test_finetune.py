@@ -304,3 +304,35 @@ def test_held_out_records_need_the_logits_of_their_answers_alone(small_store: To
         answer = range(record.answer_start, len(record.input_ids))
         losses += token_losses(model, record.input_ids, answer)
     assert measured == pytest.approx(np.mean(losses), rel=ROUNDED)
+
+
+def test_seeds_and_phases_read_other_examples(
+    model: Path, finetuning: Finetuning, tmp_path: Path, read: list[Encoded]
+) -> None:
+    stage = "{lists: [2, 3], items: [3, 4], max_steps: 2}"
+    of_seeds = []
+    for seed in (0, 1):
+        read.clear()
+        recipe = finetuning(f"task.stages=[{stage}, {stage}]", f"training.seed={seed}")
+        finetune(recipe, model, tmp_path / str(seed), task="list_recall")
+        examples = [tuple(example.input_ids) for example in read]
+        assert len({*examples}) == len(examples)
+        of_seeds.append({*examples})
+    assert of_seeds[0].isdisjoint(of_seeds[1])
+
+
+def test_a_seed_decides_the_order_of_own_records(
+    model: Path, finetuning: Finetuning, tmp_path: Path, read: list[Encoded]
+) -> None:
+    file = tmp_path / "own.jsonl"
+    records = [{"prompt": f"Is it {letter}?", "completion": " x"} for letter in "abcdefghijklmnop"]
+    file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    orders = []
+    for seed in (0, 1):
+        read.clear()
+        recipe = finetuning("training.max_steps=4", f"training.seed={seed}")
+        finetune(recipe, model, tmp_path / str(seed), data=file)
+        orders.append([tuple(example.input_ids) for example in read])
+    assert {*orders[0]} == {*orders[1]}
+    assert len({*orders[0]}) == len(records) == len(orders[0])
+    assert orders[0] != orders[1]

@@ -1,0 +1,23 @@
+"""The lengths of texts, and the window, by what a cache may keep: figures worked out by hand."""
+
+from metatokens.recipe import ShrinkRecipe, load_recipe
+from metatokens.shrink.sizes import Sizes
+
+RECIPE = load_recipe(ShrinkRecipe, "shrink", [])
+
+
+def test_sizes_of_an_eighth_in_smollm2():
+    sizes = Sizes.of(RECIPE, heads=90, limit=8192)
+    # An eighth of 4,096 tokens: nine full heads, and (1/8 - 9/90) / (81/90) * 4,096 - 4 tokens in the others.
+    assert (sizes.full_heads, sizes.window, sizes.window_alone) == (9, 109, 508)
+    assert (sizes.beyond, sizes.shortest) == (117, 175)
+    # Where the text is long enough, the control with a window alone does not reach what has to be found.
+    assert sizes.beyond_by_length == {512: 256, 2048: 516, 4096: 516, 8192: 516}
+
+
+def test_landmarks_take_room_in_the_cache_and_below_the_limit():
+    sizes = Sizes.of(RECIPE, heads=90, limit=8192, landmarks=0.02)
+    share = sizes.full_heads / 90
+    kept = share + (1 - share) * (sizes.window + 4) / 4096 + 0.02
+    assert 1 / 8 - 1 / 4096 < kept <= 1 / 8
+    assert [*sizes.tested_texts] == [512, 2048, 4096]  # 8,192 tokens would have 164 landmarks
