@@ -220,7 +220,7 @@ DRAWN = {
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_test_prompts_of_all_results_stay_the_same(task: str) -> None:
-    documents = [" ".join(f"word{number}-{place}" for place in range(90)) for number in range(60)]
+    documents = [" ".join(f"word{number}-{index}" for index in range(90)) for number in range(60)]
     tokenizer = load_tokenizer(str(EXAMPLE))
     examples = draw_test_examples(task, 128, 10, tokenizer, condition="paper", documents=documents)
     assert sha256_of("".join(example.prompt for example in examples).encode())[:8] == DRAWN[task]

@@ -18,6 +18,6 @@ def test_sizes_of_an_eighth_in_smollm2():
 def test_landmarks_take_room_in_the_cache_and_below_the_limit():
     sizes = Sizes.of(RECIPE, heads=90, limit=8192, landmarks=0.02)
     share = sizes.full_heads / 90
-    kept = share + (1 - share) * (sizes.window + 4) / 4096 + 0.02
-    assert 1 / 8 - 1 / 4096 < kept <= 1 / 8
+    share_kept = share + (1 - share) * (sizes.window + 4) / 4096 + 0.02
+    assert 1 / 8 - 1 / 4096 < share_kept <= 1 / 8
     assert [*sizes.tested_texts] == [512, 2048, 4096]  # 8,192 tokens would have 164 landmarks
