@@ -59,6 +59,7 @@ class RunInfo(Record):
     cores: int | None = None
     workers: int | None = None
     versions: dict[str, str] = Field(default_factory=dict)  # of all stages
+    python: str | None = None  # in files of older versions
     created: str | None = None
     finished: str | None = None
     stages: list[StageRecord] = Field(default_factory=list)
