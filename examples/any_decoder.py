@@ -24,6 +24,7 @@ trainer = SFTTrainer(model, settings, train_dataset=lines, processing_class=toke
 trainer.data_collator = MetaTokenCollator(trainer.data_collator, tokenizer, "every:8")
 trainer.train()
 
+model.eval()
 save_meta(model, f"{out}/added")  # the base is as it was
 tokenizer.save_pretrained(f"{out}/added")
 ids = torch.tensor([encode_prompt(tokenizer, lines[0]["text"][:40], landmarks="every:8")]).to(

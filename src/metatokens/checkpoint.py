@@ -135,7 +135,9 @@ def _weight_files(folder: Path) -> list[Path]:
         return _shards(folder)
     if _is_delta(folder) and (folder / DELTA_WEIGHTS).is_file():
         return [folder / DELTA_WEIGHTS, *_weight_files(_base_folder(folder))]
-    raise UserError(f"there is no model in {folder}: it has no {WEIGHTS}.")
+    raise UserError(
+        f"there is no model in {folder}: it has no {WEIGHTS} (a run's models are in folders below it)."
+    )
 
 
 def _is_delta(folder: Path) -> bool:

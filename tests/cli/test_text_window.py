@@ -64,11 +64,12 @@ def test_pretraining_with_a_window(run: Succeed, refused: Refuse) -> None:
     train = f"{PRETRAIN} --set data.placement=every:7 --out base"
 
     run(f"{train} {WINDOW}=8")
-    run(f"{PRETRAIN} --init base --out next")
+    _, said = run(f"{PRETRAIN} --init base --out next")
     run(f"{PRETRAIN} --init base {WINDOW}=5 --out other")
 
     assert window_of("base") == window_of("next") == (8, 4)
     assert window_of("other") == (5, 4)
+    assert "--set model.* changes nothing" in said
     refused(f"{train} {WINDOW}=9", "training.text_window was 8 and is now 9")
 
 

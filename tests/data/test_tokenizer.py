@@ -160,9 +160,10 @@ def test_a_forked_worker_can_encode_and_says_nothing(saved):
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        ("train:", "train:.*at least 300"),
-        ("train:299", "train:299.*at least 300"),
-        ("train:4k", "train:4k.*at least 300"),
+        ("train:", "train:.*300 to 1048576"),
+        ("train:299", "train:299.*300 to 1048576"),
+        ("train:2000000", "train:2000000.*300 to 1048576"),
+        ("train:4k", "train:4k.*300 to 1048576"),
         ("train:400", r"too little text.*train:400.*2\d\d entries"),
         ("no/where", "no/where holds no tokenizer"),
     ],

@@ -91,7 +91,10 @@ def test_ctrl_c_and_going_on_in_worker_processes(
     os.killpg(stalled.pid, signal.SIGINT)  # as a terminal does
     status, output, error = stalled.wait()
     assert (status, output) == (130, "")
-    assert error.splitlines()[-1] == "metatokens: interrupted; repeat the command to resume."
+    assert (
+        error.splitlines()[-1]
+        == "metatokens: interrupted; if you repeat the command, a run resumes."
+    )
     assert "Traceback" not in error
     assert wait_until(lambda: stalled.group_is_gone)
     out = tmp_path / "run"

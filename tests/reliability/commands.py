@@ -121,6 +121,7 @@ def assert_one_sentence(status: int, said: str) -> str:
     *notices, sentence = said.splitlines()
     expected = r"It is dropped|half a line|^ *[0-9]+% in |^(pretrain|finetune) [0-9]+/[0-9]+: "
     expected += "|^read [0-9,]+ figures|^drawing and writing"  # of report
+    expected += "|^(model|task|measured|exact match|token accuracy)[ ,]"  # of evaluate
     unexpected = [line for line in notices if not re.search(expected, line)]
     assert unexpected == [], said
     assert sentence.startswith("metatokens: ")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from metatokens.checkpoint import write_manifest
 from metatokens.errors import UserError
 from metatokens.training import run_folder
 from metatokens.training.run_folder import open_run, training_of
@@ -29,8 +30,11 @@ def test_a_new_folder_gets_its_settings_and_the_same_settings_resume(tmp_path: P
     assert json.loads((out / "settings.json").read_text()) == SETTINGS
     (out / "curve.jsonl").write_text("kept")
     assert is_finished(out, SETTINGS) is False
-    (out / "manifest.json").write_text("{}")
+    write_manifest(out)
     assert is_finished(out, SETTINGS) is True
+    (out / "curve.jsonl").write_text("damaged")
+    assert is_finished(out, SETTINGS) is False
+    (out / "curve.jsonl").write_text("kept")
     assert (out / "curve.jsonl").read_text() == "kept"
 
 

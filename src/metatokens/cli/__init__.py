@@ -90,7 +90,7 @@ def main(command: typer.Typer = app) -> None:
             print(f"metatokens: {sentence}", file=sys.stderr)
         sys.exit(2)
     if status == INTERRUPTED:
-        say("metatokens: interrupted; repeat the command to resume.")
+        say("metatokens: interrupted; if you repeat the command, a run resumes.")
     elif not status and process_count() > 1:
         _leave()
     if status:

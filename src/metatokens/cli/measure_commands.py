@@ -42,8 +42,9 @@ InterventionName = Annotated[
     typer.Option(
         "--intervention",
         metavar="NAME",
-        help="Change the meta-tokens: no_pos, no_embed, neither or noise:S, then perhaps :meta, :raw or :meta:raw; or "
-        "hide the document's text from the question: landmarks_alone.",
+        help="Take something from the meta-tokens: no_pos, no_embed or neither; or add noise to positions, noise:S, "
+        "those of meta-tokens alone, noise:S:meta, in raw units, noise:S:raw or noise:S:meta:raw; or hide the "
+        "document's text from the question: landmarks_alone.",
     ),
 ]
 Predictions = Annotated[

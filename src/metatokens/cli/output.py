@@ -45,12 +45,13 @@ def write_figures(figures: "Sequence[Measured]", out: Path | None, *, as_json: b
         out: a file to append the JSON lines to as well.
         as_json: print JSON lines instead of a table.
     """
-    if out is not None:
-        write_records(figures, out)
+    # Printed first, so that a full disk does not lose them.
     if as_json:
         write_records(figures, None)
     else:
         print_figures([figure.model_dump(exclude_defaults=True) for figure in figures])
+    if out is not None:
+        write_records(figures, out)
 
 
 def check_results_file(out: Path | None, *others: str | Path | None) -> None:
@@ -67,7 +68,8 @@ def check_results_file(out: Path | None, *others: str | Path | None) -> None:
     is_new = not out.exists()
     try:
         check_lines(out)
-        out.open("ab").close()
+        if not out.is_fifo():  # closing a pipe would end it for its reader
+            out.open("ab").close()
         if is_new:
             out.resolve().unlink()  # a link stays
     except OSError as error:

@@ -62,7 +62,7 @@ def pretrain(
         typer.Option(
             metavar="DIR|hf:NAME",
             callback=options.fetched,
-            help="Model to start from.",
+            help="Model to start from, in place of a new one.",
         ),
     ] = None,
     overwrite: options.Overwrite = False,
@@ -74,6 +74,8 @@ def pretrain(
     from metatokens.training.pretrain import pretrain
 
     settings = load_recipe(PretrainRecipe, recipe, overrides or ())
+    if init is not None and any(override.startswith("model.") for override in overrides or ()):
+        say("--set model.* changes nothing: the model of --init stays as it is.")
     options.check_overwriting(out, recipe, overwrite=overwrite)
     with progress_bar("pretrain") as progress:
         is_trained = pretrain(settings, out, init=init, overwrite=overwrite, progress=progress)

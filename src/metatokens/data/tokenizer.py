@@ -18,11 +18,12 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from metatokens.errors import UserError
+from metatokens.errors import UserError, one_line
 
 END_OF_TEXT = "<|endoftext|>"
 META_TOKEN = "<|meta|>"  # shows the meta-token in a decoded text
 MIN_ENTRIES = 300  # of a trained vocabulary; 257 are the bytes and the end-of-text token
+MAX_ENTRIES = 2**20
 # No maximum length for transformers, which then does not warn about long texts.
 UNLIMITED = int(1e30)
 
@@ -288,14 +289,16 @@ def load_plain_tokenizer(name: str, **settings: Any) -> PreTrainedTokenizerBase:
     except Exception as error:  # the backend raises bare Exception if it cannot parse a file
         raise UserError(
             f"{name} holds no tokenizer that can be loaded: give a folder, a name of the Hugging Face Hub, "
-            "or train:N (N entries)."
+            f"or train:N (N entries). The cause: {one_line(error)}."
         ) from error
 
 
 def _train(spec: str, corpus: Iterable[str], extra_texts: Iterable[str]) -> PreTrainedTokenizerFast:
     digits = spec.removeprefix("train:")
-    if not (digits.isdecimal() and int(digits) >= MIN_ENTRIES):
-        raise UserError(f"the tokenizer {spec!r} must be train:N with N at least {MIN_ENTRIES}.")
+    if not (digits.isdecimal() and MIN_ENTRIES <= int(digits) <= MAX_ENTRIES):
+        raise UserError(
+            f"the tokenizer {spec!r} must be train:N with N from {MIN_ENTRIES} to {MAX_ENTRIES}."
+        )
     entries = int(digits)
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -135,7 +135,8 @@ def read_examples(
             )
         examples.append(example)
     if landmarks is not None and not any(
-        encoder.meta_token_id in example.input_ids for example in examples
+        list(example.input_ids).count(encoder.meta_token_id) > len(example.markers)
+        for example in examples
     ):
         raise UserError(f"the rule {landmarks} inserts no meta-token into any prompt of {path}.")
     return examples

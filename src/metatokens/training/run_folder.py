@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from metatokens.checkpoint import MANIFEST, with_its_base
+from metatokens.checkpoint import verify_manifest, with_its_base
 from metatokens.differences import differences
 from metatokens.errors import UserError
 from metatokens.files import LOCK, PARTIAL, exclusive, write_whole
@@ -60,11 +60,20 @@ def open_run(
                 _prepare(out, settings, overwrite)
             else:
                 _wait_for_settings(out)
-            yield (out / MANIFEST).exists()
+            yield _is_finished(out)
         except OSError as error:
             raise UserError(
                 f"the run in {out} stopped: {error}; the same command resumes it."
             ) from error
+
+
+def _is_finished(out: Path) -> bool:
+    """Whether a folder holds a whole model. One that was damaged is written again, from the last checkpoint."""
+    try:
+        verify_manifest(out)
+    except (UserError, FileNotFoundError):
+        return False
+    return True
 
 
 def check_overwriting(out: Path, inputs: Iterable[Path | None]) -> None:

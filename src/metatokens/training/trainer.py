@@ -158,6 +158,7 @@ class RunCallback(TrainerCallback):
     ) -> None:
         """Measure if a measurement is due. Report progress, unless this step is logged: then `on_log` reports it."""
         is_end = state.global_step == state.max_steps
+        control.should_log |= is_end
         if self.probe is not None and (is_end or state.global_step % self.probe.every == 0):
             model, is_logged = kwargs["model"].eval(), control.should_log
             self.trainer.log(self.probe.measure(model))  # to trackers too
@@ -352,7 +353,7 @@ def last_good_checkpoint(folder: Path) -> Path | None:
             verify_manifest(path)
         except (UserError, FileNotFoundError) as error:  # another process may have removed it
             if is_first_process():
-                print(f"{error} It is dropped, and an earlier one is used.", file=sys.stderr)
+                print(f"{error} It is dropped.", file=sys.stderr)
                 shutil.rmtree(path, ignore_errors=True)
         else:
             return path
