@@ -126,7 +126,9 @@ MISTAKES = {
     "look --model model _PAUSE_": "the prompt has no text",
     # lengths beyond learned positions
     "evaluate --task parity --model learned --lengths 64": "a sequence of 64 tokens is longer than the 48 learned",
-    "pretrain --recipe demo --set data.tokens=tokens --out new --init learned --set data.block_size=49": "longer than the 48 learned positions",
+    "pretrain --recipe demo --set data.tokens=tokens --out new --init learned --set data.block_size=49": (
+        "longer than the 48 learned positions"
+    ),
     # what a command would overwrite, or cannot write
     f"{PRETRAIN} --out tokens --overwrite": "--overwrite would remove tokens, which this run reads",
     f"{PRETRAIN} --out run": "run holds a run with other settings (batch was None",
