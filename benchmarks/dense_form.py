@@ -91,7 +91,7 @@ class Switch:
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
             rotary = rotary_tables(positions, settings.head_size, settings.rope_theta)
             rows = DenseRows(ids == decoder.meta_config.meta_token_id)
-            context.thread.running.context = context.ForwardContext(
+            context.thread.forward_pass.context = context.ForwardContext(
                 rows, rotary, mask=None, attend=None, engine={}
             )
 

@@ -36,7 +36,7 @@ TINY_MODEL = (
     "--set data.block_size=32 --set training.per_device_train_batch_size=2"
 )
 TINY_SHRINK = (
-    "--set 'tests.texts={256: 1}' --set tests.excerpts=2 --set tests.choosing=1 --set 'tests.cost_lengths=[64]' "
+    "--set 'tests.texts={480: 1}' --set tests.excerpts=2 --set tests.choosing=1 --set 'tests.cost_lengths=[64]' "
     "--set mixture.longest=128 --set mixture.tokens=128 --set cache.number_of_full_heads=0 --set cache.length=512"
 )
 SMALLER = {
