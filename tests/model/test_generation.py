@@ -234,7 +234,11 @@ WHOLE = "give generate\\(\\) the whole sequence as input_ids"
             "assisted generation supports neither inserted",
         ),
         ({}, {"assistant_early_exit": 1}, "assistant_early_exit changes the number of blocks"),
-        ({}, {"token_healing": True}, "token_healing writes the prompt as text"),
+        (
+            {},
+            {"token_healing": True, "inputs": torch.tensor([[1, META, 2]])},
+            "token_healing writes the prompt as text",
+        ),
         ({}, {"meta_every": 2, "guidance_scale": 1.5}, "guidance_scale does not support inserted"),
         (SHORT_TABLE, {"cache_implementation": "static"}, "6 learned positions"),
         (SHORT_TABLE, {"meta_every": 2}, "6 learned positions"),
@@ -279,3 +283,9 @@ def test_a_draft_inserts_nothing_whatever_its_setting() -> None:
     model.generation_config.meta_every = 2
     without = model.generate(PROMPT, assistant_model=draft, meta_every=0, **options)
     assert torch.equal(without, expected)
+
+
+def test_a_prompt_without_meta_tokens_may_be_healed(tmp_path: Path) -> None:
+    """It then fails for another reason: transformers needs the tokenizer for it."""
+    with pytest.raises(ValueError, match="tokenizer"):
+        tiny_model().generate(torch.tensor([[1, 2]]), token_healing=True, max_new_tokens=2)

@@ -51,7 +51,7 @@ class Part(NamedTuple):
     """A piece of a corpus: some of its files, or one shard of a dataset."""
 
     files: tuple[str, ...] = ()
-    # Of the files: bytes, and the time of the last change in nanoseconds.
+    # For each file its bytes, and when it was last changed, in nanoseconds.
     states: tuple[tuple[int, int], ...] = ()
     number: int = 0  # of the shard
     shards: int = 1  # of the dataset

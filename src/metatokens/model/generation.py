@@ -92,16 +92,18 @@ class MetaTokenGenerationMixin(GenerationMixin):
             raise UserError(
                 "meta_token_mask is for a forward pass; generate() finds meta-tokens by their ids."
             )
-        for config in (kwargs, vars(generation_config or self.generation_config)):
-            if config.get("assistant_early_exit"):
-                raise UserError(
-                    "assistant_early_exit changes the number of blocks, which meta-attention depends on: give an "
-                    "assistant_model."
-                )
-            if config.get("token_healing"):
-                raise UserError(
-                    "token_healing writes the prompt as text, which has no meta-tokens: leave it out."
-                )
+        asked = vars(generation_config or self.generation_config) | kwargs
+        if asked.get("assistant_early_exit"):
+            raise UserError(
+                "assistant_early_exit changes the number of blocks, which meta-attention depends on: give an "
+                "assistant_model."
+            )
+        ids: Any = kwargs.get("input_ids", inputs)
+        is_healed = bool(asked.get("token_healing")) and ids is not None
+        if is_healed and torch.isin(ids, ids.new_tensor(never_generated(self.config))).any():
+            raise UserError(
+                "token_healing writes the prompt as text, which has no meta-tokens: leave it out."
+            )
         insert_every = self._insert_every(meta_every, generation_config)
         kwargs = with_cache_renamed(kwargs)
         cache = kwargs.get(CACHE)

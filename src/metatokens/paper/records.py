@@ -54,9 +54,8 @@ class RunInfo(Record):
     recipes: dict[str, dict[str, Any]] = Field(default_factory=dict)
     corpus: dict[str, Any] = Field(default_factory=dict)
     models: dict[str, ModelInfo] = Field(default_factory=dict)
-    # Of the machine that carried out the last stages.
-    platform: str | None = None
-    cores: int | None = None
+    platform: str | None = None  # of the machine that carried out the last stages
+    cores: int | None = None  # of the same
     workers: int | None = None
     versions: dict[str, str] = Field(default_factory=dict)  # of all stages
     python: str | None = None  # in files of older versions

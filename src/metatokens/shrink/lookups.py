@@ -184,13 +184,13 @@ class Turns:
             rendered = str(
                 tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             )
+            first_turns = str(tokenizer.apply_chat_template(messages[:2], tokenize=False))
         except TEMPLATE_ERRORS:
             return None
         parts = rendered.split(_TURN)
         if len(parts) != len(messages) + 1:
             return None
         # A model that thinks has its thoughts in the last answer, and none in earlier ones.
-        first_turns = str(tokenizer.apply_chat_template(messages[:2], tokenize=False))
         if not rendered.startswith(first_turns.rstrip()):
             return None
         _, before_answer, _, before_new_answer = parts

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -9,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from metatokens.checkpoint import verify_manifest, with_its_base
+from metatokens.checkpoint import MANIFEST, verify_manifest, with_its_base
 from metatokens.differences import differences
 from metatokens.errors import UserError
 from metatokens.files import LOCK, PARTIAL, exclusive, write_whole
@@ -68,10 +69,14 @@ def open_run(
 
 
 def _is_finished(out: Path) -> bool:
-    """Whether a folder holds a whole model. One that was damaged is written again, from the last checkpoint."""
+    """Whether a folder holds a whole model, and no damaged one."""
+    if not (out / MANIFEST).exists():
+        return False
     try:
         verify_manifest(out)
-    except (UserError, FileNotFoundError):
+    except UserError as error:
+        if is_first_process():
+            print(f"{error} The model is written again, from the last checkpoint.", file=sys.stderr)
         return False
     return True
 
