@@ -7,6 +7,7 @@ The second file has the partners, which were pretrained on a twentieth of the te
 
 import argparse
 from itertools import product
+from math import isnan
 from pathlib import Path
 
 import pandas as pd
@@ -16,6 +17,7 @@ from results.seeds import SMALLEST, Mean, header, holm, row
 MODELS = ("gpt2", "pause", "twin", "meta")
 OTHERS = ("gpt2", "twin", "pause")
 SEEDS = range(22, 30)
+WIDER_SEEDS = (22, 23)
 LENGTHS = (128, 256, 512)
 MAIN = 256  # tokens, twice the train length
 VARIANTS = {"list_recall": "/landmark", "parity": ""}  # of recipes, by the task of their models
@@ -34,13 +36,15 @@ class Lines:
         self.lines = lines[is_plain & lines["model"].isin(MODELS)]
         self.preset = preset
 
-    def accuracies(self, model: str, task: tuple[str, str], length: int) -> pd.Series:
+    def accuracies(
+        self, model: str, task: tuple[str, str], length: int, *, wider: bool = False
+    ) -> pd.Series:
         """Exact match at a length, by seed, of models that were trained up to 128 tokens."""
         name, condition = task
-        recipe = f"{self.preset}/landmark" if condition == "landmark" else self.preset
+        variant = "/wider" if wider else VARIANTS[name]
         chosen = self.lines[
             (self.lines["metric"] == "exact_match")
-            & (self.lines["recipe"] == recipe)
+            & (self.lines["recipe"] == self.preset + variant)
             & (self.lines["model"] == model)
             & (self.lines["task"] == name)
             & (self.lines["condition"] == condition)
@@ -80,7 +84,14 @@ def main() -> None:
     parser.add_argument("partners", type=Path)
     options = parser.parse_args()
     long, brief = Lines(options.file, "more_text"), Lines(options.partners, "small")
-    for table in (main_claims, accuracy_table, lead_table, gain_table, perplexity_table):
+    for table in (
+        main_claims,
+        accuracy_table,
+        lead_table,
+        gain_table,
+        wider_table,
+        perplexity_table,
+    ):
         print(f"\n{table.__doc__}\n")
         print("\n".join(table(long, brief)))
 
@@ -139,6 +150,18 @@ def gain_table(long: Lines, brief: Lines) -> list[str]:
             for model in MODELS
         ]
         rows.append(row(task[0], *(gain.shown(signed=True) for gain in gains)))
+    return rows
+
+
+def wider_table(long: Lines, brief: Lines) -> list[str]:
+    """Exact match in list recall in %, seeds 22 and 23, of models of width 128 and 64 after as much text."""
+    rows = header("tokens, width", *MODELS)
+    for length, (width, is_wider) in product(LENGTHS, ((128, True), (64, False))):
+        cells = []
+        for model in MODELS:
+            runs = long.accuracies(model, RECALL, length, wider=is_wider).reindex(WIDER_SEEDS)
+            cells.append(" and ".join("-" if isnan(run) else f"{100 * run:.1f}" for run in runs))
+        rows.append(row(f"{length}, {width}", *cells))
     return rows
 
 
