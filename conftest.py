@@ -106,21 +106,21 @@ def closes_its_sockets() -> Iterator[None]:
 
 
 def _open_sockets() -> set[tuple[int, int]]:
-    found = set()
+    sockets = set()
     for name in os.listdir("/dev/fd"):
         with suppress(OSError):  # the descriptor of the listing itself
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):
-                found.add((int(name), status.st_ino))
-    return found
+                sockets.add((int(name), status.st_ino))
+    return sockets
 
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
     """The path of a browser."""
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-    found = next(filter(None, map(shutil.which, names)), None)
-    return found or pytest.skip("there is no Chromium or Chrome on the path")
+    path = next(filter(None, map(shutil.which, names)), None)
+    return path or pytest.skip("there is no Chromium or Chrome on the path")
 
 
 @pytest.fixture(scope="module")
@@ -153,8 +153,8 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., F
         return begun[-1]
 
     yield start
-    for one in begun:
-        one.end()
+    for process in begun:
+        process.end()
 
 
 @pytest.fixture(scope="session")

@@ -98,10 +98,11 @@ class Tally:
         if member == "test_architectures.py":
             if report.when == "call":
                 test, _, name = test.rstrip("]").partition("[")
-                found = self.types if test == "test_every_type" else self.architectures
-                found[name] = dict(report.user_properties)
-                if found is self.types and report.failed and not found[name]:
-                    found[name] = {
+                is_sweep = test == "test_every_type"
+                outcomes_by_name = self.types if is_sweep else self.architectures
+                outcomes_by_name[name] = dict(report.user_properties)
+                if is_sweep and report.failed and not self.types[name]:
+                    self.types[name] = {
                         "kind": "crashed",
                         "sentence": report.longreprtext.splitlines()[-1],
                     }
@@ -128,8 +129,8 @@ class Tally:
         """The largest figures of the checks, then which model types take a text window."""
         largest: dict[str, float] = defaultdict(float)
         windows: dict[str, list[str]] = {"full heads": [], "full blocks": [], "refused": []}
-        for name, found in sorted(self.architectures.items()):
-            for check, value in found.items():
+        for name, figures in sorted(self.architectures.items()):
+            for check, value in figures.items():
                 if isinstance(value, str):
                     windows[value].append(name)
                 else:
@@ -147,10 +148,10 @@ class Tally:
         counts = Counter(tried["kind"] for tried in self.types.values())
         text = ", ".join(f"{counts[kind]} {kind}" for kind in order)
         rows: dict[str, list[str]] = defaultdict(list)
-        for name, found in sorted(self.types.items()):
-            if found["kind"] not in ("refused", "not built"):
-                sentence = found["sentence"].replace("|", "/")
-                rows[": ".join(filter(None, (found["kind"], sentence)))].append(name)
+        for name, outcome in sorted(self.types.items()):
+            if outcome["kind"] not in ("refused", "not built"):
+                sentence = outcome["sentence"].replace("|", "/")
+                rows[": ".join(filter(None, (outcome["kind"], sentence)))].append(name)
         in_order = sorted(
             rows.items(), key=lambda row: (order.index(row[0].split(":")[0]), -len(row[1]))
         )
@@ -172,8 +173,8 @@ class Tally:
         for member, outcomes in sorted(self.outcomes.items()):
             counts, parts = Counter(outcomes.values()), self.subtests[member]
             listed = sum(
-                one == member and CANNOT_APPLY in reason
-                for (one, _), reason in self.reasons.items()
+                member_of_reason == member and CANNOT_APPLY in reason
+                for (member_of_reason, _), reason in self.reasons.items()
             )
             skipped = listed, counts["skipped"] - listed
             rows.append(

@@ -65,10 +65,10 @@ def unpack(archive: bytes, stand_ins: dict[str, str]) -> None:
     """Write the Python files of the archive's `tests` folder and the stand-ins, in place of what is there."""
     whole = {}
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-        for one in files:
-            _, top, name = [*one.name.split("/", 2), "", ""][:3]
-            if one.isfile() and top == "tests" and name.endswith(".py"):
-                whole[name] = files.extractfile(one).read()
+        for entry in files:
+            _, top, name = [*entry.name.split("/", 2), "", ""][:3]
+            if entry.isfile() and top == "tests" and name.endswith(".py"):
+                whole[name] = files.extractfile(entry).read()
     whole |= {name: text.encode() for name, text in stand_ins.items()}
     partial = PACKAGE.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -155,7 +155,9 @@ def test_its_own_kind_of_model(
     program: str, further: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     data = tmp_path / "questions.jsonl"
-    data.write_text("".join(json.dumps(one) + "\n" for one in QUESTIONS), encoding="utf-8")
+    data.write_text(
+        "".join(json.dumps(question) + "\n" for question in QUESTIONS), encoding="utf-8"
+    )
     for name, lines in TASKS.items():
         files = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\ntest_split: test\n"
         text = f"task: {name}\n{files}doc_to_text: question\n{lines}"
@@ -185,7 +187,7 @@ def test_the_command_gives_the_figures_of_evaluate(tuned: Path, tmp_path: Path) 
         "--batch_size",
         "20",
     ]
-    found = run(
+    harness = run(
         [
             "-m",
             "metatokens.evaluation.lm_eval",
@@ -213,12 +215,12 @@ def test_the_command_gives_the_figures_of_evaluate(tuned: Path, tmp_path: Path) 
         [sys.executable, "-m", "metatokens", *line], capture_output=True, text=True, check=True
     )
     [expected] = [
-        one["value"]
-        for one in map(json.loads, printed.stdout.splitlines())
-        if one["metric"] == "exact_match"
+        result["value"]
+        for result in map(json.loads, printed.stdout.splitlines())
+        if result["metric"] == "exact_match"
     ]
     assert 0.2 < expected < 0.8  # so that equal figures mean something
-    assert found["metatokens_parity_paper_128"]["exact_match,trimmed"] == expected
+    assert harness["metatokens_parity_paper_128"]["exact_match,trimmed"] == expected
 
 
 @pytest.mark.parametrize("task", HARNESS_TASKS)
@@ -264,20 +266,20 @@ def by_hand(
 ) -> tuple[float, bool]:
     """The log-likelihood of a continuation, token by token, meta-tokens put in one by one."""
     total, is_greedy, sequence = 0.0, True, []
-    for place, token in enumerate([*context, *continuation]):
-        if place >= len(context):
+    for position, token in enumerate([*context, *continuation]):
+        if position >= len(context):
             with torch.inference_mode():
                 logits = model(torch.tensor([sequence])).logits[0, -1].double().log_softmax(-1)
             total += logits[token].item()
             is_greedy &= logits.argmax().item() == token
         sequence.append(token)
-        if every is not None and (place + 1) % every == 0:
+        if every is not None and (position + 1) % every == 0:
             sequence.append(model.config.meta_token_id)
     return total, is_greedy
 
 
 def requests(kind: str, *arguments: tuple[str, ...]) -> list[Instance]:
-    return [Instance(kind, {}, one, i) for i, one in enumerate(arguments)]
+    return [Instance(kind, {}, of_request, i) for i, of_request in enumerate(arguments)]
 
 
 @pytest.mark.parametrize("every", [None, 1, 4])
@@ -290,10 +292,10 @@ def test_loglikelihoods(which: str, every: int | None, request: pytest.FixtureRe
         ("two dogs", " ran over <|meta|> green hills"),
         ("", "a river in spring"),
     ]
-    found = MetaTokensLM(str(folder), meta_every=every, batch_size=2).loglikelihood(
+    answers = MetaTokensLM(str(folder), meta_every=every, batch_size=2).loglikelihood(
         requests("loglikelihood", *asked), disable_tqdm=True
     )
-    for (context, continuation), (likelihood, is_greedy) in zip(asked, found, strict=True):
+    for (context, continuation), (likelihood, is_greedy) in zip(asked, answers, strict=True):
         before = encode_prompt(tokenizer, context) if context else [tokenizer.eos_token_id]
         whole = encode_prompt(tokenizer, context + continuation)
         after = (
@@ -322,11 +324,11 @@ def test_rolling_loglikelihood_counts_text_alone(
     folder = request.getfixturevalue(which)
     model, tokenizer = load_model(folder).eval(), load_tokenizer(str(folder))
     [text] = encode_text(tokenizer, [SENTENCE])
-    [found] = from_harness(
+    [likelihood] = from_harness(
         folder, meta_every=every, add_bos_token=begins, tokenizer=tokenizer
     ).loglikelihood_rolling(requests("loglikelihood_rolling", (SENTENCE,)), disable_tqdm=True)
     expected, _ = by_hand(model, [tokenizer.eos_token_id], text, every)
-    assert found == pytest.approx(expected, abs=1e-3)
+    assert likelihood == pytest.approx(expected, abs=1e-3)
 
 
 def test_rolling_loglikelihood_is_that_of_the_harness_for_a_plain_base(base: Path) -> None:
@@ -364,36 +366,36 @@ def test_a_batch_size_that_the_harness_finds(delta: Path) -> None:
         "generate_until", ("the cat", {"until": [], "do_sample": False, "max_gen_toks": 4})
     )
     expected = from_harness(delta).generate_until(asked, disable_tqdm=True)
-    found = from_harness(delta, batch_size="auto", max_batch_size=2).generate_until(
+    generated = from_harness(delta, batch_size="auto", max_batch_size=2).generate_until(
         asked, disable_tqdm=True
     )
-    assert found == expected
+    assert generated == expected
 
 
 @pytest.mark.parametrize("every", [None, 3])
 def test_generation_inserts_as_generate_does(every: int | None, delta: Path) -> None:
     model, tokenizer = load_model(delta).eval(), load_tokenizer(str(delta))
     contexts = ["the cat", "two dogs ran over green hills and"]
-    found = MetaTokensLM(str(delta), meta_every=every, batch_size=2).generate_until(
+    generated = MetaTokensLM(str(delta), meta_every=every, batch_size=2).generate_until(
         requests(
             "generate_until",
-            *((one, {"until": [], "do_sample": False, "max_gen_toks": 9}) for one in contexts),
+            *((text, {"until": [], "do_sample": False, "max_gen_toks": 9}) for text in contexts),
         ),
         disable_tqdm=True,
     )
-    for context, continuation in zip(contexts, found, strict=True):
+    for context, continuation in zip(contexts, generated, strict=True):
         ids = encode_prompt(tokenizer, context)
-        for place in reversed(range(every or len(ids) + 1, len(ids) + 1, every or 1)):
-            ids.insert(place, model.config.meta_token_id)
-        given = torch.tensor([ids])
-        made = model.generate(
-            given,
-            attention_mask=torch.ones_like(given),
+        for index in reversed(range(every or len(ids) + 1, len(ids) + 1, every or 1)):
+            ids.insert(index, model.config.meta_token_id)
+        prompt = torch.tensor([ids])
+        sequence = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
             do_sample=False,
             max_new_tokens=9,
             meta_every=every,
         )
-        assert continuation == tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True)
+        assert continuation == tokenizer.decode(sequence[0, len(ids) :], skip_special_tokens=True)
 
 
 def test_a_chat_template_keeps_its_special_tokens_and_text_stays_text(delta: Path) -> None:

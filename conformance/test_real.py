@@ -47,7 +47,8 @@ class Shell:
         """Run `metatokens LINE`, in which {name} is a file of that content."""
         arguments = line.split()
         arguments = [
-            files.get(one.strip("{}"), one) if one.startswith("{") else one for one in arguments
+            files.get(argument.strip("{}"), argument) if argument.startswith("{") else argument
+            for argument in arguments
         ]
         start = time.monotonic()
         done = subprocess.run(
@@ -104,15 +105,15 @@ def nats(model: PreTrainedModel, ids: list[int]) -> float:
 
 
 def test_text_is_the_bases_and_an_untrained_meta_token_disturbs_little(text: str) -> None:
-    own, plain = tokenizer(), base()
-    ids = own(text)["input_ids"][:512]
+    extended, plain = tokenizer(), base()
+    ids = extended(text)["input_ids"][:512]
     with torch.no_grad():
         logits = plain(torch.tensor([ids])).logits
     alone = nats(plain, ids)
-    model = metatokens.add_meta_attention(plain, own, heads=4, head_size=16)
+    model = metatokens.add_meta_attention(plain, extended, heads=4, head_size=16)
     with torch.no_grad():
         assert torch.equal(model(torch.tensor([ids])).logits[..., : logits.shape[-1]], logits)
-        among = Landmarks(own, "every:10").insert_into(ids)
+        among = Landmarks(extended, "every:10").insert_into(ids)
         started = nats(model, among)
         row = model.get_input_embeddings().meta_token.weight
         row.copy_(model.get_input_embeddings().weight[:49_152].mean(dim=0))
@@ -125,14 +126,16 @@ def test_text_is_the_bases_and_an_untrained_meta_token_disturbs_little(text: str
 
 def test_what_was_added_goes_from_the_command_to_python_and_back(shell: Shell, text: str) -> None:
     model = metatokens.load_meta(base(), shell.folder / "added")
-    own = AutoTokenizer.from_pretrained(shell.folder / "added")
+    extended = AutoTokenizer.from_pretrained(shell.folder / "added")
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():  # as if it had been trained
         if "meta_attention.attention.out_proj" in name:
             weight.data.normal_(std=0.02, generator=generator)
     metatokens.save_meta(model, shell.folder / "python")
-    own.save_pretrained(shell.folder / "python")
-    ids = torch.tensor([metatokens.encode_prompt(own, "The first of May", landmarks="every:2")])
+    extended.save_pretrained(shell.folder / "python")
+    ids = torch.tensor(
+        [metatokens.encode_prompt(extended, "The first of May", landmarks="every:2")]
+    )
     expected = model.generate(ids, max_new_tokens=12, meta_every=3, do_sample=False)
     assert torch.equal(
         model.generate(ids, max_new_tokens=12, meta_every=3, do_sample=False, use_cache=False),
@@ -142,7 +145,7 @@ def test_what_was_added_goes_from_the_command_to_python_and_back(shell: Shell, t
         "generate --model python --landmarks every:2 --meta-every 3 --max-new-tokens 12 {prompt}",
         prompt="The first of May",
     )
-    assert output.strip() == "The first of May" + own.decode(
+    assert output.strip() == "The first of May" + extended.decode(
         expected[0, ids.shape[1] :], skip_special_tokens=True
     )
     with safe_open(shell.folder / "python" / "meta_tokens.safetensors", "pt") as file:
@@ -155,8 +158,8 @@ def test_what_was_added_goes_from_the_command_to_python_and_back(shell: Shell, t
 
 def test_chats(shell: Shell) -> None:
     model = AutoModelForCausalLM.from_pretrained(shell.folder / "whole")
-    own = AutoTokenizer.from_pretrained(shell.folder / "whole")
-    chat = pipeline("text-generation", model=model, tokenizer=own)
+    extended = AutoTokenizer.from_pretrained(shell.folder / "whole")
+    chat = pipeline("text-generation", model=model, tokenizer=extended)
     options = {"max_new_tokens": 24, "do_sample": False, "return_full_text": False}
     answer = chat([{"role": "user", "content": QUESTION}], **options)[0]["generated_text"]
     assert "Paris" in answer
@@ -179,11 +182,11 @@ def test_finetuning_on_records_with_landmarks_behind_paragraphs(shell: Shell) ->
         for line in (shell.folder / "tuned" / "data" / "curve.jsonl").read_text().splitlines()
     ]
     assert curve[-1]["loss"] < curve[0]["loss"]
-    own = AutoTokenizer.from_pretrained(shell.folder / "tuned" / "data")
-    assert not own.split_special_tokens
+    extended = AutoTokenizer.from_pretrained(shell.folder / "tuned" / "data")
+    assert not extended.split_special_tokens
     message = [{"role": "user", "content": QUESTION}]
     assert (
-        own.apply_chat_template(message)["input_ids"]
+        extended.apply_chat_template(message)["input_ids"]
         == tokenizer().apply_chat_template(message)["input_ids"]
     )
     assert {path.suffix for path in (shell.folder / "tuned" / "data").glob("*.safetensors")} == {
@@ -191,7 +194,7 @@ def test_finetuning_on_records_with_landmarks_behind_paragraphs(shell: Shell) ->
     }
     assert not (shell.folder / "tuned" / "data" / "model.safetensors").exists()
     trained = metatokens.load_meta(base(), shell.folder / "tuned" / "data")
-    generate = pipeline("text-generation", model=trained, tokenizer=own)
+    generate = pipeline("text-generation", model=trained, tokenizer=extended)
     said = generate(message, max_new_tokens=40, do_sample=False, return_full_text=False)[0][
         "generated_text"
     ]
@@ -210,19 +213,21 @@ def test_a_look_inside(shell: Shell) -> None:
 
 
 def texts(count: int) -> Dataset:
-    documents = [one[:400] for one in islice(read_corpus("builtin"), 40) if len(one) > 400]
-    return Dataset.from_list([{"text": one} for one in documents[:count]])
+    documents = [text[:400] for text in islice(read_corpus("builtin"), 40) if len(text) > 400]
+    return Dataset.from_list([{"text": text} for text in documents[:count]])
 
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Callable[..., SFTTrainer]:
-    def make(model: PreTrainedModel, own: Any, **options: Any) -> SFTTrainer:
+    def make(model: PreTrainedModel, extended: Any, **options: Any) -> SFTTrainer:
         arguments = SFTConfig(
             str(tmp_path), max_steps=4, per_device_train_batch_size=2, learning_rate=1e-3, max_length=96, use_cpu=True,
             bf16=False, report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True,
         )  # fmt: skip
-        made = SFTTrainer(model, arguments, train_dataset=texts(8), processing_class=own, **options)
-        made.data_collator = metatokens.MetaTokenCollator(made.data_collator, own, "every:8")
+        made = SFTTrainer(
+            model, arguments, train_dataset=texts(8), processing_class=extended, **options
+        )
+        made.data_collator = metatokens.MetaTokenCollator(made.data_collator, extended, "every:8")
         return made
 
     return make
@@ -231,10 +236,10 @@ def trainer(tmp_path: Path) -> Callable[..., SFTTrainer]:
 def test_trl_trains_what_was_added_alone(
     trainer: Callable[..., SFTTrainer], tmp_path: Path
 ) -> None:
-    own = tokenizer()
-    model = metatokens.add_meta_attention(base(), own, heads=4, head_size=16)
+    extended = tokenizer()
+    model = metatokens.add_meta_attention(base(), extended, heads=4, head_size=16)
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    run = trainer(model, own)
+    run = trainer(model, extended)
     run.train()
     losses = [line["loss"] for line in run.state.log_history if "loss" in line]
     print("losses of TRL:", losses)
@@ -247,21 +252,21 @@ def test_trl_trains_what_was_added_alone(
     } <= changed
     metatokens.save_meta(model, tmp_path / "added")
     again = metatokens.load_meta(base(), tmp_path / "added")
-    ids = torch.tensor([metatokens.encode_prompt(own, "One, two, three", landmarks="every:2")])
+    ids = torch.tensor([metatokens.encode_prompt(extended, "One, two, three", landmarks="every:2")])
     with torch.no_grad():
         assert torch.equal(again(ids).logits, model.eval()(ids).logits)
 
 
 def test_peft(trainer: Callable[..., SFTTrainer], tmp_path: Path) -> None:
-    own = tokenizer()
-    model = metatokens.add_meta_attention(base(), own, heads=4, head_size=16)
+    extended = tokenizer()
+    model = metatokens.add_meta_attention(base(), extended, heads=4, head_size=16)
     settings = peft.LoraConfig(
         target_modules="all-linear",
         exclude_modules=".*meta_attention.*",
         modules_to_save=["meta_attention", "meta_token"],
         task_type="CAUSAL_LM",
     )
-    run = trainer(model, own, peft_config=settings)
+    run = trainer(model, extended, peft_config=settings)
     run.train()
     run.model.save_pretrained(tmp_path / "adapter")
     merged = run.model.merge_and_unload()
@@ -270,7 +275,7 @@ def test_peft(trainer: Callable[..., SFTTrainer], tmp_path: Path) -> None:
     ):
         metatokens.save_meta(merged, tmp_path / "added")
     merged.save_pretrained(tmp_path / "whole")
-    ids = torch.tensor([metatokens.encode_prompt(own, "One, two, three", landmarks="every:2")])
+    ids = torch.tensor([metatokens.encode_prompt(extended, "One, two, three", landmarks="every:2")])
     with torch.no_grad():
         expected = merged.eval()(ids).logits
         assert torch.equal(

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from urllib.request import urlopen
@@ -58,21 +59,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
             weight.data.normal_(std=0.02, generator=generator)
     prompts = [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": one}], add_generation_prompt=True
+            [{"role": "user", "content": question}], add_generation_prompt=True
         )["input_ids"]
-        for one in QUESTIONS
+        for question in QUESTIONS
     ]
-    assert [tokenizer.meta_token_id in one for one in prompts] == [
-        "<|meta|>" in one for one in QUESTIONS
+    assert [tokenizer.meta_token_id in prompt for prompt in prompts] == [
+        "<|meta|>" in question for question in QUESTIONS
     ]
     options = {"max_new_tokens": TOKENS, "do_sample": False}
     answers, others = (
         [
             tokenizer.decode(
-                model.generate(torch.tensor([one]), meta_every=every, **options)[0, len(one) :],
+                model.generate(torch.tensor([prompt]), meta_every=every, **options)[
+                    0, len(prompt) :
+                ],
                 skip_special_tokens=True,
             )
-            for one in prompts
+            for prompt in prompts
         ]
         for every in (4, 0)
     )
@@ -134,15 +137,12 @@ def ask(client: OpenAI, folder: Folder, question: str, stream: bool) -> str:
 def test_requests_at_once_get_the_answers_of_generate(client: OpenAI, folder: Folder) -> None:
     ask(client, folder, QUESTIONS[0], stream=False)  # makes the engine
     rates = {}
-    for many in (1, 4, 8):
+    for at_once in (1, 4, 8):
         start = time.monotonic()
-        with ThreadPoolExecutor(many) as pool:
+        with ThreadPoolExecutor(at_once) as pool:
             streamed = [True, False] * (len(QUESTIONS) // 2)
-            answers = list(
-                pool.map(lambda *given: ask(client, folder, *given), QUESTIONS, streamed)
-            )
-        rates[many] = len(QUESTIONS) / (time.monotonic() - start)
+            answers = list(pool.map(partial(ask, client, folder), QUESTIONS, streamed))
+        rates[at_once] = len(QUESTIONS) / (time.monotonic() - start)
         assert answers == folder.answers
-        print(
-            f"{many} at once: {rates[many]:.2f} requests a second, {rates[many] / rates[1]:.2f} of one at a time"
-        )
+        ratio = rates[at_once] / rates[1]
+        print(f"{at_once} at once: {rates[at_once]:.2f} requests a second, {ratio:.2f} of one")

@@ -415,10 +415,18 @@ def forgetting(arms: Mapping[str, Arm], reference: Arm) -> str:
     """What arms keep, their loss on prose minus that of a reference, and the facts that they find."""
     rows = []
     for label, arm in arms.items():
-        kept = share_kept(of_arm(lines_on_prose(), arm)), share_kept(lines_on_facts(arm, 8192))
+        shares_kept = (
+            share_kept(of_arm(lines_on_prose(), arm)),
+            share_kept(lines_on_facts(arm, 8192)),
+        )
         cells = (share_found(arm, length) for length in TEXT_LENGTHS)
         rows.append(
-            (Markup(label), " / ".join(kept), plus_minus(lost(arm, reference), ".3f"), *cells)
+            (
+                Markup(label),
+                " / ".join(shares_kept),
+                plus_minus(lost(arm, reference), ".3f"),
+                *cells,
+            )
         )
     heads = (f"facts at {number(length)} tokens, %" for length in TEXT_LENGTHS)
     return Table("", ("", "KV kept of 512 / 8,192, %", "prose, nats", *heads), rows).markdown()

@@ -16,10 +16,10 @@ HEIGHT = 1100  # how much of the page is shown, in pixels
 
 def prompt() -> str:
     """The prompt of the page that shows the picture."""
-    [found] = re.findall(
+    [text] = re.findall(
         r'metatokens look --model example [^"]*"([^"]+)"', PAGE.read_text(encoding="utf-8")
     )
-    return found
+    return text
 
 
 def take(picture: Path) -> None:

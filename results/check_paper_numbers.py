@@ -21,12 +21,12 @@ HEADINGS: dict[str, dict[str, object]] = {
 
 def rows_of(body: str) -> list[list[str]]:
     """The rows of a LaTeX table as bare cells."""
-    found = re.search(r"\\begin\{tabular\}.*?\n(.*)\\end\{tabular\}", body, re.DOTALL)
-    assert found
+    tabular = re.search(r"\\begin\{tabular\}.*?\n(.*)\\end\{tabular\}", body, re.DOTALL)
+    assert tabular
     text = re.sub(
         r"\\(toprule|midrule|bottomrule|addlinespace|hline)|\\multirow\{\d\}\{\*\}\{\w+\}",
         "",
-        found[1],
+        tabular[1],
     )
     text = (
         re.sub(r"\\textbf\{((?:[^{}]|\{[^}]*\})*)\}", r"\1", text)
@@ -48,9 +48,9 @@ def fields_of(label: str) -> dict[str, object]:
         return {"model": "gpt-neo", "position_embedding": "learned"}
     if not label.startswith(("Meta", "GPT-2")):
         return {"length": SPLITS[label]} if label in SPLITS else {}
-    found = re.search(r"\(([^)]*)\)", label)
-    assert found
-    *split, trained = found[1].split(", ")
+    in_brackets = re.search(r"\(([^)]*)\)", label)
+    assert in_brackets
+    *split, trained = in_brackets[1].split(", ")
     return {
         "model": "meta" if label.startswith("Meta") else "gpt2",
         "position_embedding": "rope" if "RoPE" in label else "learned",
@@ -75,7 +75,7 @@ def check(number: int, body: str) -> None:
     headings, *rows = rows_of(body)
     assert f"\\label{{{table.label}}}" in body
     headings = headings[1 + (number == 1) :]
-    assert [column_of(one) for one in headings] == [*table.columns]
+    assert [column_of(heading) for heading in headings] == [*table.columns]
     group, seen = "", list[tuple[str, str, Any]]()
     for label, *cells in rows:
         if label.startswith("Meta") and not any(cells):

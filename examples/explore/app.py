@@ -76,9 +76,9 @@ class Explorer:
             UserError: if one cannot be loaded.
         """
         self.models: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]] = {}
-        for given in models:
-            folder = fetch_model(given)
-            self.models[str(given)] = (
+        for name in models:
+            folder = fetch_model(name)
+            self.models[str(name)] = (
                 load_model(folder, **placing),
                 load_tokenizer(str(folder)),
             )
@@ -120,10 +120,12 @@ class Explorer:
         ids = prompt_ids(model, tokenizer, text, MARKER.strip(), MAX_TOKENS)
         seen = observe(model, ids, mask=cover(model, tokenizer, ids) if is_covered else None)
         best = likeliest(model, seen.logits[-1])
-        shown, next_ones = (
-            [readable(tokenizer.decode([one])) for one in of.tolist()] for of in (ids, best.ids)
-        )
-        return Answer(shown, seen, dict(zip(next_ones, best.probabilities.tolist(), strict=True)))
+
+        def texts_of(tokens: Tensor) -> list[str]:
+            return [readable(tokenizer.decode([token])) for token in tokens.tolist()]
+
+        probabilities = zip(texts_of(best.ids), best.probabilities.tolist(), strict=True)
+        return Answer(texts_of(ids), seen, dict(probabilities))
 
     def spans(self, text: str) -> list[tuple[str, str | None]]:
         """The prompt's tokens, and between every two a meta-token or a place for one."""
@@ -140,15 +142,13 @@ class Explorer:
         """The prompt after a click on one of its spans, which adds or removes a meta-token; a text token stays."""
         spans = self.spans(text)
         runs = [token for _, ids in self._runs(text) for token in ids]
-        meta, place = (
-            meta_token_id(self.tokenizer),
-            sum(label != "gap" for _, label in spans[:index]),
-        )
+        meta = meta_token_id(self.tokenizer)
+        tokens_before = sum(label != "gap" for _, label in spans[:index])
         kind = spans[index][1]
         if kind == "meta-token":
-            del runs[place]
+            del runs[tokens_before]
         elif kind == "gap":
-            runs.insert(place, meta)
+            runs.insert(tokens_before, meta)
         return "".join(
             MARKER * len(list(ids)) if is_meta else self.tokenizer.decode(list(ids))
             for is_meta, ids in groupby(runs, meta.__eq__)

@@ -34,7 +34,7 @@ TRAIN_SHARE = 0.8  # share of the haystack's sentences; the rest are for tests
 
 _SENTENCE = re.compile(r"\S.{15,}?[.!?][\"')]*(?=\s)", re.DOTALL)
 _SHORTEST = 10  # tokens of the shortest sentence to look for
-_THINGS = [item for items in INVENTORY.values() for item in items]
+_OBJECTS = [item for items in INVENTORY.values() for item in items]
 _NAMES = [first + second for first in ascii_uppercase for second in ascii_uppercase]
 
 
@@ -65,7 +65,7 @@ class LongContextData:
             )
         self._task, self._seed, self._encoder = task, seed, SegmentEncoder(tokenizer)
         sentences = [
-            " ".join(found.split()) for text in documents for found in _SENTENCE.findall(text)
+            " ".join(sentence.split()) for text in documents for sentence in _SENTENCE.findall(text)
         ]
         start = int(len(sentences) * TRAIN_SHARE)
         self._sentences: dict[Split, list[str]] = {
@@ -73,9 +73,13 @@ class LongContextData:
             "test": sentences[start:],
         }
         self._sizes = {
-            split: [len(self._encoder.encode_text(f" {one}", True)) + 1 for one in own]
-            for split, own in self._sentences.items()
+            split: [self._size_of(sentence) for sentence in of_split]
+            for split, of_split in self._sentences.items()
         }
+
+    def _size_of(self, sentence: str) -> int:
+        """The tokens that a sentence and its separator take."""
+        return len(self._encoder.encode_text(f" {sentence}", True)) + 1
 
     def example(self, index: int, length: int, split: Split) -> Example:
         """Draw an example of a split, with as many sentences as fit into `length` tokens.
@@ -90,9 +94,7 @@ class LongContextData:
             generator
         )
         asked = f"\nQ: {question}"
-        room = length - sum(
-            len(self._encoder.encode_text(f" {one}", True)) + 1 for one in [*hidden, asked]
-        )
+        room = length - sum(map(self._size_of, [*hidden, asked]))
         sentences, sizes = self._sentences[split], self._sizes[split]
         if room < 0 or sum(sizes) < room:
             raise UserError(
@@ -106,10 +108,12 @@ class LongContextData:
                 room -= sizes[i]
             elif room < _SHORTEST:
                 break
-        places = sorted(generator.integers(len(lines) + 1, size=len(hidden)).tolist(), reverse=True)
-        # Last first, so that places stay valid.
-        for place, sentence in zip(places, reversed(hidden), strict=True):
-            lines.insert(place, sentence)
+        indices = generator.integers(len(lines) + 1, size=len(hidden)).tolist()
+        # Last first, so that indices stay valid.
+        for index_of_line, sentence in zip(
+            sorted(indices, reverse=True), reversed(hidden), strict=True
+        ):
+            lines.insert(index_of_line, sentence)
         first, *others = lines
         segments = [first, *(f" {line}" for line in others), asked, ""]
         return encode_example(
@@ -124,14 +128,14 @@ class LongContextData:
 
 
 def _needles(generator: np.random.Generator) -> tuple[list[str], str, str]:
-    things = [_THINGS[i] for i in generator.permutation(len(_THINGS))[:NEEDLES]]
+    objects = [_OBJECTS[i] for i in generator.permutation(len(_OBJECTS))[:NEEDLES]]
     numbers = generator.permutation(np.arange(1_000, 10_000))[:NEEDLES].tolist()
     asked = int(generator.integers(NEEDLES))
     hidden = [
-        f"The number of the {thing} is {number}."
-        for thing, number in zip(things, numbers, strict=True)
+        f"The number of the {name} is {number}."
+        for name, number in zip(objects, numbers, strict=True)
     ]
-    return hidden, f"What is the number of the {things[asked]}?", f" {numbers[asked]}"
+    return hidden, f"What is the number of the {objects[asked]}?", f" {numbers[asked]}"
 
 
 def _chains(generator: np.random.Generator) -> tuple[list[str], str, str]:
@@ -142,8 +146,9 @@ def _chains(generator: np.random.Generator) -> tuple[list[str], str, str]:
     turns = generator.permutation(np.repeat(np.arange(CHAINS), HOPS + 1)).tolist()
     hidden, done = [], [0] * CHAINS
     for chain in turns:
-        step, own = done[chain], chains[chain]
-        hidden.append(f"VAR {own[step]} = {f'VAR {own[step - 1]}' if step else values[chain]}.")
+        step, variables = done[chain], chains[chain]
+        value = f"VAR {variables[step - 1]}" if step else values[chain]
+        hidden.append(f"VAR {variables[step]} = {value}.")
         done[chain] += 1
     asked = int(generator.integers(CHAINS))
     answer = "".join(f" {name}" for name in chains[asked])

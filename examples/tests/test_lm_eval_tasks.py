@@ -34,9 +34,9 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 def read_needle(prompt: str) -> str:
-    thing = re.search(r"What is the number of the (\w+)\?", prompt)
-    assert thing is not None
-    return " " + dict(re.findall(r"The number of the (\w+) is (\d+)\.", prompt))[thing[1]]
+    question = re.search(r"What is the number of the (\w+)\?", prompt)
+    assert question is not None
+    return " " + dict(re.findall(r"The number of the (\w+) is (\d+)\.", prompt))[question[1]]
 
 
 def follow_variables(prompt: str) -> str:
@@ -116,18 +116,21 @@ def test_no_place_tells_the_needle(tokenizer: PreTrainedTokenizerBase) -> None:
 def test_what_places_tell_of_a_chain(tokenizer: PreTrainedTokenizerBase) -> None:
     """Any three of the six names are right 1 time in 20; the best three, given where chains begin, 6 times in 20."""
     source = LongContextData("variable_tracking", tokenizer=tokenizer, documents=STORY)
-    found: dict[tuple[int, ...], Counter[tuple[int, ...]]] = defaultdict(Counter)
+    # By where chains begin, that of the answer first: how often the answer is which three names.
+    answers: dict[tuple[int, ...], Counter[tuple[int, ...]]] = defaultdict(Counter)
     for index in range(1000):
         example = source.example(index, 512, "test")
         names = re.findall(r"VAR (\w\w) =", example.prompt)
-        places = tuple(names.index(name) for name in example.completion.split())
-        begin = [place for place in range(6) if f"VAR {names[place]} = VAR" not in example.prompt]
-        found[places[0], *(place for place in begin if place != places[0])][places] += 1
-    counts = sum(found.values(), Counter())
+        answer = tuple(names.index(name) for name in example.completion.split())
+        begins = [i for i in range(6) if f"VAR {names[i]} = VAR" not in example.prompt]
+        other_begins = [i for i in begins if i != answer[0]]
+        answers[answer[0], *other_begins][answer] += 1
+    counts = sum(answers.values(), Counter())
     assert len(counts) == 20
     assert max(counts.values()) < 85  # 50 + 5 standard deviations
-    assert len(found) == 6
-    assert 228 < sum(max(own.values()) for own in found.values()) < 373  # 300 +- 5
+    assert len(answers) == 6
+    likeliest = sum(max(counts.values()) for counts in answers.values())
+    assert 228 < likeliest < 373  # 300 +- 5
 
 
 def test_the_files_hold_the_prompts_of_evaluate(

@@ -244,7 +244,7 @@ def test_the_seed_decides_the_prompts(
 
 
 @pytest.mark.parametrize(
-    ("suite", "references", "output", "found"),
+    ("suite", "references", "output", "hits"),
     [
         ("ruler", ("1234567",), " 1234567.", [True]),
         ("ruler", ("1234567",), " 123456", [False]),
@@ -263,9 +263,9 @@ def test_the_seed_decides_the_prompts(
     ],
 )
 def test_an_output_is_scored_as_its_suite_does(
-    suite: str, references: tuple[str, ...], output: str, found: list[bool]
+    suite: str, references: tuple[str, ...], output: str, hits: list[bool]
 ) -> None:
-    assert references_found(prompt_of(suite, *references), output) == found
+    assert references_found(prompt_of(suite, *references), output) == hits
 
 
 def test_lines_count_references_and_are_written_once(tmp_path: Path) -> None:
@@ -392,18 +392,18 @@ def test_prompts_beyond_a_model_s_limit_are_refused() -> None:
         )
 
 
-def lines_of(model: str, length: int, found: int, **fields: float) -> list[Result]:
+def lines_of(model: str, length: int, answered: int, **fields: float) -> list[Result]:
     """Lines of the needles in 20 prompts, of which the first ones are answered in each task."""
     lines = []
     for task, needles in NEEDLE_TASKS.items():
         references = needles.values * needles.asked
-        hits = [prompt < found for prompt in range(20) for _ in range(references)]
+        hits = [prompt < answered for prompt in range(20) for _ in range(references)]
         line = Result(
             model=model,
             task=task,
             length=length,
             metric="exact_match",
-            value=found / 20,
+            value=answered / 20,
             n=len(hits),
             hits=pack_hits(hits),
             seed=0,
@@ -430,10 +430,10 @@ def test_the_goals_of_the_rule(length: int, shrunk: int, full: int, expected: st
 
 
 @pytest.mark.parametrize(
-    ("found", "expected"), [(2, "more: +40"), (18, "less: -40"), (10, "cannot be told: +0")]
+    ("answered", "expected"), [(2, "more: +40"), (18, "less: -40"), (10, "cannot be told: +0")]
 )
-def test_the_comparison_with_a_press(found: int, expected: str) -> None:
-    lines = lines_of("shrunk", 512, 10) + lines_of("base, knorm", 512, found)
+def test_the_comparison_with_a_press(answered: int, expected: str) -> None:
+    lines = lines_of("shrunk", 512, 10) + lines_of("base, knorm", 512, answered)
 
     assert judge.comparison(judge.Findings(lines), "base, knorm", 512).startswith(expected)
 

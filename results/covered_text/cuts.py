@@ -103,11 +103,11 @@ def cutting(
 
     def hide(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mask = kwargs["mask"]  # (batch, 1, length, length), True where a query sees a key
-        kept = cut.kept(view.kinds)[:, None].to(mask.device)
+        is_left = cut.kept(view.kinds)[:, None].to(mask.device)
         if head is not None:
             is_other_head = torch.arange(model.config.num_attention_heads) != head
-            kept = kept | is_other_head[None, :, None, None].to(mask.device)
-        return args, kwargs | {"mask": mask & kept}
+            is_left = is_left | is_other_head[None, :, None, None].to(mask.device)
+        return args, kwargs | {"mask": mask & is_left}
 
     with ExitStack() as stack:
         for layer in layers:

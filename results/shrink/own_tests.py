@@ -134,19 +134,19 @@ def report(lines: Sequence[Result]) -> str:
     findings = Findings(main, NEW, FACTS)
     lengths = findings.lengths
     judged = [length for length in lengths if length in GOALS]
-    found = {
+    cells_found = {
         model: [cell(findings, model, length) for length in lengths] for model in findings.models
     }
-    kept = {
+    cells_kept = {
         model: [kept_share(main, model, length) for length in lengths] for model in findings.models
     }
     full_of_first_seed = [line for line in main if line.model == FULL and line.seed == 0]
     return "\n\n".join(
         [
-            table("look-ups of new forms found, %", found, lengths),
+            table("look-ups of new forms found, %", cells_found, lengths),
             table("the goal", {SHRUNK: [verdict(findings, length) for length in judged]}, judged),
             f"Prose: {prose_verdict(main)}.",
-            table("kept of a text, %", kept, lengths),
+            table("kept of a text, %", cells_kept, lengths),
             table(
                 "run",
                 run_rows(named, full_of_first_seed),
