@@ -166,25 +166,20 @@ def wider_table(long: Lines, brief: Lines) -> list[str]:
 
 
 def perplexity_table(long: Lines, brief: Lines) -> list[str]:
-    """Perplexity without meta-tokens: mean over seeds (lowest to highest); and that of the text's token frequencies."""
-    rows = header("text, models of, pretraining", *MODELS, "token frequencies")
+    """Perplexity without meta-tokens: mean over seeds; that of the text's token frequencies; a difference (95 %)."""
+    rows = header(
+        "text, models of, pretraining", *MODELS, "token frequencies", "`meta` minus `gpt2`"
+    )
     for text, (task, variant), (name, lines) in product(
         ("held_out", "book"), VARIANTS.items(), (("long", long), ("brief", brief))
     ):
-        cells, chances = [], []
-        for model in MODELS:
-            values = lines.perplexities(model, text, variant)
-            cells.append(_range_of(values["value"]))
-            chances += values["chance"].tolist()
-        chance = f"{max(chances):.0f}" if chances else "-"
-        rows.append(row(f"{text}, {task}, {name}", *cells, chance))
+        by_model = {model: lines.perplexities(model, text, variant) for model in MODELS}
+        means = [f"{values['value'].mean():.1f}" for values in by_model.values()]
+        chance = pd.concat(by_model.values())["chance"].max()
+        cost = mean_of(by_model["meta"]["value"] - by_model["gpt2"]["value"])
+        difference = f"{cost.value:+.1f} ({cost.low:+.1f} to {cost.high:+.1f}) [{cost.n}]"
+        rows.append(row(f"{text}, {task}, {name}", *means, f"{chance:.0f}", difference))
     return rows
-
-
-def _range_of(values: pd.Series) -> str:
-    if values.empty:
-        return "-"
-    return f"{values.mean():.0f} ({values.min():.0f} to {values.max():.0f})"
 
 
 if __name__ == "__main__":
