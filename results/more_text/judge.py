@@ -154,15 +154,23 @@ def gain_table(long: Lines, brief: Lines) -> list[str]:
 
 
 def wider_table(long: Lines, brief: Lines) -> list[str]:
-    """Exact match in list recall in %, seeds 22 and 23, of models of width 128 and 64 after as much text."""
-    rows = header("tokens, width", *MODELS)
-    for length, (width, is_wider) in product(LENGTHS, ((128, True), (64, False))):
-        cells = []
-        for model in MODELS:
-            runs = long.accuracies(model, RECALL, length, wider=is_wider).reindex(WIDER_SEEDS)
-            cells.append(" and ".join("-" if isnan(run) else f"{100 * run:.1f}" for run in runs))
-        rows.append(row(f"{length}, {width}", *cells))
+    """Seeds 22 and 23 of width 128 and 64 after as much text: exact match in list recall, %, and perplexities."""
+    rows = header("tokens or text, width", *MODELS)
+    widths = ((128, True), (64, False))
+    for length, (width, is_wider) in product(LENGTHS, widths):
+        runs = [100 * long.accuracies(model, RECALL, length, wider=is_wider) for model in MODELS]
+        rows.append(row(f"{length}, {width}", *map(_two_runs, runs)))
+    for text, (width, is_wider) in product(("held_out", "book"), widths):
+        variant = "/wider" if is_wider else VARIANTS["list_recall"]
+        runs = [long.perplexities(model, text, variant)["value"] for model in MODELS]
+        rows.append(row(f"{text}, {width}", *map(_two_runs, runs)))
     return rows
+
+
+def _two_runs(by_seed: pd.Series) -> str:
+    """The values of seeds 22 and 23."""
+    runs = by_seed.reindex(WIDER_SEEDS)
+    return " and ".join("-" if isnan(run) else f"{run:.1f}" for run in runs)
 
 
 def perplexity_table(long: Lines, brief: Lines) -> list[str]:
