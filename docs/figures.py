@@ -33,7 +33,7 @@ from metatokens.records import Result, read_lines, unpack_hits
 from metatokens.shrink.lookups import PASSAGE
 from metatokens.shrink.measuring import EXCERPT
 from metatokens.shrink.measuring import FACTS as FACTS_OF_A_TEXT
-from metatokens.tasks import TASKS, list_recall, parity
+from metatokens.tasks import TASKS, list_recall
 from results.covered_text import judge as covered_text
 from results.seeds import Mean
 from results.shrink import judge as shrink_judge
@@ -278,6 +278,13 @@ def share(mean: Mean) -> str:
     return f"{value:.1f} ({max(low, 0):.1f} to {min(high, 100):.1f}{seeds})"
 
 
+def guess(task: str, length: int) -> float:
+    """The share that guessing gives."""
+    if task == "list_recall":
+        return list_recall.CHANCE
+    return lines_on_covered_text().commonest(task, length)
+
+
 def covered_task(task: str) -> str:
     """A task of twelve seeds, with the text in sight and covered."""
     columns: dict[str, Fields] = {
@@ -291,6 +298,11 @@ def covered_task(task: str) -> str:
         if model in COVERED:
             means = [mean_over_seeds(model, task, **where) for where in columns.values()]
             rows.append((label, *map(share, means)))
+    guesses = [guess(task, where["length"]) for where in columns.values()]
+    rows.append(("guessing", *(f"{100 * value:.1f}" for value in guesses)))
+    # A shortcut reads the text, so it has nothing to read where that is covered.
+    best = lines_on_covered_text().shortcut(task, "paper", 128)
+    rows.append(("best shortcut", f"{100 * best:.1f}", *[""] * (len(columns) - 1)))
     return Table(
         "", (f"{words('task', task).lower()}, exactly right, %", *columns), rows
     ).markdown()
@@ -601,15 +613,11 @@ def draw(path: Path) -> None:
 
 def draw_covered(figure: SubFigure) -> None:
     """Draw what three models answer with all text in sight, and with the text covered: one panel for each task."""
-    guesses = {
-        "list_recall": list_recall.CHANCE,
-        "parity": parity.CHANCE,
-        "segment_counting": lines_on_covered_text().commonest("segment_counting", 128),
-    }
-    axes = figure.subplots(1, len(guesses), sharey=True)
-    for axis, (task, guess) in zip(axes, guesses.items(), strict=True):
+    tasks = ("list_recall", "parity", "segment_counting")
+    axes = figure.subplots(1, len(tasks), sharey=True)
+    for axis, task in zip(axes, tasks, strict=True):
         draw_covered_task(axis, task)
-        axis.axhline(100 * guess, color=GREY, linestyle=":", label="guessing")
+        axis.axhline(100 * guess(task, 128), color=GREY, linestyle=":", label="guessing")
         axis.set_title(words("task", task), fontweight="bold")
     axes[0].set(ylim=(-3, 119), yticks=range(0, 101, 25), ylabel="exactly right at 128 tokens, %")
     figure.legend(

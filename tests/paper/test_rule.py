@@ -70,7 +70,7 @@ def test_two_runs_on_a_side_tell_nothing_and_no_run_was_not_run():
     assert result.value == pytest.approx((0.3 + 0.8) / 2)
     assert np.isnan(result.low)
     assert verdict(result, "gain", 0.05) == "inconclusive"
-    assert verdict(effect([]), "gain", 0.05) == "not run"
+    assert verdict(effect([]), "gain", 0.05) == "not measured"
 
 
 def test_one_task_is_welchs_t():

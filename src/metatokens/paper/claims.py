@@ -163,7 +163,7 @@ class ClaimResult:
         """The word that the rule gives; inconclusive where every setting is left out."""
         kind, smallest = self.claim.kind, self.claim.smallest
         if not self.strata:
-            return "inconclusive" if self.empty_strata else "not run"
+            return "inconclusive" if self.empty_strata else "not measured"
         if self.claim.universal:
             is_complete = len(self.strata) == self.claim.cases
             return rule.verdict_everywhere(self.strata, kind, smallest, is_complete=is_complete)

@@ -1,7 +1,7 @@
 """Everything that was read, in tidy frames: a row for each measured figure of each training run.
 
 Columns are the fields of the records. Text that does not apply is empty, a number that does not apply is NaN. A column
-that does not exist is a `KeyError`, so that a misspelt field never reads as "not run".
+that does not exist is a `KeyError`, so that a misspelt field never reads as "not measured".
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -24,7 +24,7 @@ import numpy as np
 from scipy.special import stdtrit  # Student's t: ten times as fast as that of scipy.stats
 
 Verdict = Literal[
-    "supported", "within", "reversed", "no lead", "contradicted", "inconclusive", "not run"
+    "supported", "within", "reversed", "no lead", "contradicted", "inconclusive", "not measured"
 ]
 Kind = Literal["gain", "match", "above"]
 Array = np.ndarray
@@ -159,7 +159,7 @@ def verdict(measured: Effect, kind: Kind, smallest: float) -> Verdict:
     """The verdict on a claim whose effect has this interval; see `boundaries` for the arguments."""
     supports, rules_out = boundaries(kind, smallest)
     if np.isnan(measured.value):
-        return "not run"
+        return "not measured"
     if kind == "gain" and -smallest < measured.low and measured.high < smallest:
         return "within"
     if measured.low > supports:

@@ -91,7 +91,7 @@ def test_every_claim_has_a_row_with_its_verdict_and_its_settings_are_in_the_full
         escaped = text.replace(">", "&gt;")
         assert escaped in claims_on_page
         is_in_full = f"{escaped}: {overview.verdict(result)}**" in full
-        assert is_in_full == (result.verdict != "not run")
+        assert is_in_full == (result.verdict != "not measured")
 
 
 def test_a_claim_shows_its_effect_means_runs_and_what_was_left_out(read):

@@ -98,10 +98,12 @@ def claim_tables(results: Sequence[ClaimResult]) -> list[Table]:
     tables = []
     for question in dict.fromkeys(result.claim.question for result in results):
         of_question = [result for result in results if result.claim.question == question]
-        not_run = [_left_out(result.claim) for result in of_question if result.verdict == "not run"]
-        rows = [_claim_row(result) for result in of_question if result.verdict != "not run"]
+        rows = [_claim_row(result) for result in of_question if result.verdict != "not measured"]
+        left_out = [
+            _left_out(result.claim) for result in of_question if result.verdict == "not measured"
+        ]
         header = ("claim", "verdict", "difference (95 % interval)", "by task", "runs a side")
-        note = f"Not run: {'; '.join(not_run)}." if not_run else ""
+        note = f"Not measured: {'; '.join(left_out)}." if left_out else ""
         tables.append(Table(question, header, rows, note))
     return tables
 
