@@ -278,8 +278,8 @@ def by_hand(
     return total, is_greedy
 
 
-def requests(kind: str, *arguments: tuple[str, ...]) -> list[Instance]:
-    return [Instance(kind, {}, of_request, i) for i, of_request in enumerate(arguments)]
+def requests(kind: str, *all_arguments: tuple[str, ...]) -> list[Instance]:
+    return [Instance(kind, {}, arguments, i) for i, arguments in enumerate(all_arguments)]
 
 
 @pytest.mark.parametrize("every", [None, 1, 4])

@@ -122,22 +122,24 @@ def accuracy_table(long: Lines, brief: Lines) -> list[str]:
 
 
 def lead_table(long: Lines, brief: Lines) -> list[str]:
-    """`meta` minus another model, in points, after long pretraining; and how much larger that is than its partners'."""
-    rows = header("task, tokens, minus", "long", "verdict", "long minus brief", "verdict")
+    """`meta` minus another model, in points; after Holm's correction for nine; how much larger than its partners'."""
+    rows = header("task, tokens, minus", "long", "verdict", "holds", "long minus brief", "verdict")
     for task in (RECALL, PARITY):
-        for length in LENGTHS:
-            for other in OTHERS:
-                lead = long.lead(other, task, length)
-                effect, change = mean_of(lead), mean_of(lead - brief.lead(other, task, length))
-                rows.append(
-                    row(
-                        f"{task[0]}, {length}, {other}",
-                        effect.shown(signed=True),
-                        effect.verdict,
-                        change.shown(signed=True),
-                        change.verdict,
-                    )
-                )
+        cases = [*product(LENGTHS, OTHERS)]
+        leads = {case: long.lead(case[1], task, case[0]) for case in cases}
+        effects = {case: mean_of(lead) for case, lead in leads.items()}
+        holding = holm(effects)
+        for length, other in cases:
+            effect = effects[length, other]
+            change = mean_of(leads[length, other] - brief.lead(other, task, length))
+            cells = [
+                effect.shown(signed=True),
+                effect.verdict,
+                "yes" if (length, other) in holding else "no",
+                change.shown(signed=True),
+                change.verdict,
+            ]
+            rows.append(row(f"{task[0]}, {length}, {other}", *cells))
     return rows
 
 

@@ -62,7 +62,7 @@ def test_each_verdict_by_hand(gap, kind, smallest, expected):
     assert verdict(effect([versus(gap)]), kind, smallest) == expected
 
 
-def test_two_runs_on_a_side_tell_nothing_and_no_run_was_not_run():
+def test_two_runs_on_a_side_tell_nothing_and_no_run_is_not_measured():
     two_runs = Stratum("copying", (by_seed(0.8, 1.0), by_seed(*-(0.1 + SPREAD))))
 
     result = effect([versus(0.3), two_runs])

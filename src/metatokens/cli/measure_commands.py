@@ -87,10 +87,8 @@ def evaluate(
 
     _check_sources(task, data, landmarks, is_drawn=(lengths, condition, n) != (None, None, None))
     is_alone = intervention == ALONE
-    if is_alone and (task is None or predictions is not None):
-        raise UserError(
-            "--intervention landmarks_alone goes with --task, whose prompts have a question; leave --predictions out."
-        )
+    if is_alone:
+        _check_alone(task, predictions)
     change = None if intervention is None or is_alone else Intervention.parse(intervention)
     check_results_file(out, data, predictions)
     check_results_file(predictions, data)
@@ -121,6 +119,14 @@ def evaluate(
         write_figures(results, out, as_json=as_json)
         if predictions is not None:
             write_records(_predictions(loaded, tests, tokenizer, results), predictions)
+
+
+def _check_alone(task: str | None, predictions: Path | None) -> None:
+    """Refuse to cover the text of records, which may have no question, and of predictions, which are made in sight."""
+    if task is None or predictions is not None:
+        raise UserError(
+            "--intervention landmarks_alone goes with --task, whose prompts have a question; leave --predictions out."
+        )
 
 
 def _check_sources(
