@@ -45,6 +45,7 @@ DOCUMENTS = (
     ROOT / "README.md",
     ROOT / "results/forget/README.md",
     ROOT / "results/covered_text/README.md",
+    ROOT / "results/shrink/README.md",
 )
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
 
