@@ -116,7 +116,7 @@ def kept_share(lines: Sequence[Result], model: str, length: int) -> str:
     shares = [
         1.0 if line.kv_kept is None else line.kv_kept
         for line in lines
-        if (line.model, line.length) == (model, length)
+        if (line.model, line.length, line.metric) == (model, length, "exact_match")
     ]
     return f"{100 * np.mean(shares):.1f}" if shares else "not run"
 

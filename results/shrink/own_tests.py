@@ -69,19 +69,23 @@ def loss_difference(
 ) -> tuple[float, float, float] | None:
     """Nats a token by which a model predicts excerpts or replies worse than another, and its 95 % interval over them.
 
-    The loss of a text is the mean over seeds.
+    The loss of a text is the mean over seeds. None: one of them has no such losses, or they are of other texts, since
+    replies are about texts that are longer than a run's window.
     """
-    losses, other_losses = _losses(kind, lines), _losses(kind, other_lines)
-    if not losses or not other_losses:
+    losses = _losses(kind, lines)
+    other_losses = _losses(kind, other_lines)
+    if not losses or losses.keys() != other_losses.keys():
         return None
     return student_interval([losses[text] - other_losses[text] for text in losses])
 
 
-def _losses(kind: str, lines: Sequence[Result]) -> dict[str, float]:
-    by_text: dict[str, list[float]] = {}
+def _losses(kind: str, lines: Sequence[Result]) -> dict[tuple[str, int | None], float]:
+    """By the name and the length of a text."""
+    by_text: dict[tuple[str, int | None], list[float]] = {}
     for line in lines:
         if line.metric == "perplexity" and str(line.text).startswith(kind):
-            by_text.setdefault(str(line.text), []).append(math.log(line.value or math.nan))
+            losses = by_text.setdefault((str(line.text), line.length), [])
+            losses.append(math.log(line.value or math.nan))
     return {text: float(np.mean(losses)) for text, losses in by_text.items()}
 
 
@@ -115,13 +119,15 @@ def kinds_rows(lines: Sequence[Result], lengths: Sequence[int]) -> dict[str, lis
     }
 
 
-def run_rows(lines: Sequence[Result], full: Sequence[Result]) -> dict[str, list[str]]:
+def run_rows(
+    lines: Sequence[Result], full: Sequence[Result], lengths: Sequence[int]
+) -> dict[str, list[str]]:
     """What the shrunk model of each run finds of the new kinds, and its losses next to those of `full`."""
     rows = {}
     for run in dict.fromkeys(str(line.recipe) for line in lines):
         of_run = [line for line in lines if line.recipe == run and line.model == SHRUNK]
         findings = Findings(of_run, NEW, FACTS)
-        shares = [cell(findings, SHRUNK, length) for length in findings.lengths]
+        shares = [cell(findings, SHRUNK, length) for length in lengths]
         losses = [nats(loss_difference(kind, of_run, full)) for kind in (EXCERPT, REPLY)]
         rows[run] = [kept_share(of_run, SHRUNK, 4096), *shares, *losses]
     return rows
@@ -149,7 +155,7 @@ def report(lines: Sequence[Result]) -> str:
             table("kept of a text, %", cells_kept, lengths),
             table(
                 "run",
-                run_rows(named, full_of_first_seed),
+                run_rows(named, full_of_first_seed, lengths),
                 [
                     "kept of 4,096, %",
                     *(f"found at {length}, %" for length in lengths),

@@ -2,7 +2,7 @@
 
     python -m venv kvpress-env && kvpress-env/bin/pip install torch==2.13.0 kvpress==0.5.5 wrapt scipy
     PYTHONPATH=src kvpress-env/bin/python -m results.shrink.presses --prompts runs/suites/prompts.jsonl \
-        --model runs/shrink/controls/full --name full --like runs/suites/results.jsonl --like-model shrunk \
+        --model runs/shrink/0/full --name full --like runs/suites/results.jsonl --like-model shrunk \
         --text 'novels/*.txt.gz' --out runs/suites/results.jsonl
 
 An environment of its own: kvpress 0.5.5 needs transformers < 5.3, and metatokens 5.19 or newer. Of metatokens only what
@@ -41,7 +41,7 @@ from metatokens.records import SEPARATOR, Result, read_lines
 from results.shrink.decoding import continue_greedily, stop_tokens
 from results.shrink.prompts import Prompt, Shares, shares_kept, write_results
 
-SINKS = 4
+SINKS = 4  # as many as `metatokens shrink` keeps (TEXT_SINKS, which needs transformers)
 SNAPKV_WINDOW = (
     64  # the last tokens, whose attention chooses what is kept; fewer if fewer than 128 are kept
 )
@@ -97,18 +97,21 @@ class Pressing:
 
     def _press(self, name: str, share: float, tokens: int) -> Any:
         """The press that keeps a share of so many tokens."""
-        if name == "duo":
-            return self._duo(share, tokens)
         dropped = 1 - share
-        window = min(SNAPKV_WINDOW, int(share * tokens / 2))
-        press = {
-            "streaming": lambda: kvpress.StreamingLLMPress(dropped, n_sink=SINKS),
-            "knorm": lambda: kvpress.KnormPress(dropped),
-            "snapkv": lambda: kvpress.SnapKVPress(dropped, window_size=window),
-            "expected": lambda: kvpress.ExpectedAttentionPress(dropped),
-            "adakv": lambda: kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(dropped)),
-        }[name]
-        return press()
+        match name:
+            case "streaming":
+                return kvpress.StreamingLLMPress(dropped, n_sink=SINKS)
+            case "knorm":
+                return kvpress.KnormPress(dropped)
+            case "snapkv":
+                window = min(SNAPKV_WINDOW, int(share * tokens / 2))
+                return kvpress.SnapKVPress(dropped, window_size=window)
+            case "expected":
+                return kvpress.ExpectedAttentionPress(dropped)
+            case "adakv":
+                return kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(dropped))
+            case _:
+                return self._duo(share, tokens)
 
     def _duo(self, share: float, tokens: int) -> Duo:
         """Half of the share in heads that keep everything, the rest in the windows of the others."""

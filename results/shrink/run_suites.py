@@ -1,7 +1,7 @@
 """Run a model over the prompts of the suites, which `suites.py` drew.
 
     python -m results.shrink.run_suites --prompts runs/suites/prompts.jsonl --out runs/suites/results.jsonl \
-        --model runs/shrink/model --name shrunk --seed 0
+        --model runs/shrink/0/model --name shrunk --seed 0
 
 The context is read into the cache before the question is known. The same command goes on where it was cut off.
 """

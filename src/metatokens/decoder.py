@@ -182,8 +182,7 @@ def continue_prompts(
     options["do_sample"] = temperature >= LEAST_TEMPERATURE
     if options["do_sample"]:
         options["temperature"] = temperature
-    ends = options.get("eos_token_id", model.generation_config.eos_token_id)
-    ends = ends if isinstance(ends, list) else [ends]
+    ends = end_tokens(options.get("eos_token_id", model.generation_config.eos_token_id))
     for start in range(0, len(prompts), batch_size):
         rows = prompts[start : start + batch_size]
         ids, mask = left_padded(rows, tokenizer.eos_token_id)
@@ -207,7 +206,14 @@ def continue_prompts(
             yield Continuation(text, tokenizer.decode(with_metas[length - len(row) :]))
 
 
-def up_to_end(ids: list[int], ends: Collection[int | None]) -> list[int]:
+def end_tokens(eos_token_id: int | list[int] | None) -> list[int]:
+    """The ids that end a text, by the field of a generation configuration, which may also hold one or none."""
+    if eos_token_id is None:
+        return []
+    return eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+
+
+def up_to_end(ids: list[int], ends: Collection[int]) -> list[int]:
     """Generated ids without the padding after their end of text."""
     for index, token in enumerate(ids, start=1):
         if token in ends:

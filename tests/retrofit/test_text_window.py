@@ -186,6 +186,7 @@ def test_other_blocks_are_chosen_and_none(caller: str) -> None:
         ((WINDOW, SINKS, [3]), "text_full_layers is "),
         ((WINDOW, SINKS, [1, 0]), "text_full_layers is "),
         ((WINDOW, SINKS, 1), "full_layers are a list of blocks"),
+        ((WINDOW, SINKS, 0), "full_layers are a list of blocks"),
         ((WINDOW, SINKS, None, (0, 1)), "full_heads one of pairs of a block and a head"),
     ],
     ids=str,

@@ -7,13 +7,7 @@ from metatokens import add_meta_attention
 from metatokens.data.tokenizer import load_tokenizer
 from metatokens.shrink.lookups import Lookups, Turns, read_forms
 from metatokens.shrink.texts import UserText
-from tests.shrink.small import (
-    LONGEST,
-    made_up_documents,
-    plain_tokenizer,
-    write_base,
-    write_documents,
-)
+from tests.shrink.small import made_up_documents, plain_tokenizer, write_base, write_documents
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +48,7 @@ def model(base, tokenizer):
 
 @pytest.fixture(scope="session")
 def text(tokenizer, corpus):
-    return UserText(tokenizer, [str(corpus)], LONGEST)
+    return UserText(tokenizer, [str(corpus)])
 
 
 @pytest.fixture(scope="session")

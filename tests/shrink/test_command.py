@@ -22,6 +22,7 @@ from transformers import (
 from metatokens.recipe import ShrinkRecipe, load_recipe
 from metatokens.shrink import shrinking
 from metatokens.shrink.choosing import loss_without
+from metatokens.training.run_folder import training_of
 from tests.shrink.small import BLOCKS, HEAD_SIZE, KEY_HEADS, LONGEST, write_documents
 
 RECIPE = f"""
@@ -176,11 +177,37 @@ def test_controls_are_added_to_a_run(copy, line, metatokens, contents):
     succeed(metatokens, f"{line} --controls --out {copy}")
     after = contents(copy)
     assert {name for name in before if after[name] != before[name]} == {"page.html"}
-    assert window_of(copy / "controls/full") == (None, [])
-    assert window_of(copy / "controls/window") == (WINDOW_ALONE, [])
+    assert window_of(copy / "full") == (None, [])
+    assert window_of(copy / "window") == (WINDOW_ALONE, [])
+    assert training_of(copy / "window") == {"seed": 0}
     page = after["page.html"].decode()
     assert "a window alone, trained alike" in page
     assert "full cache, trained alike: " in page
+
+
+def test_further_lengths_are_measured_for_their_cost(copy, line, metatokens):
+    [full, shrunk] = json.loads((copy / "costs.json").read_text())
+    succeed(metatokens, f"{line} --out {copy} --set tests.cost_lengths=[200,100]")
+    costs = json.loads((copy / "costs.json").read_text())
+    assert [(cost["length"], cost["cache"]) for cost in costs[:2]] == [
+        (100, "full"),
+        (100, "shrunk"),
+    ]
+    assert costs[2:] == [full, shrunk]
+
+
+def test_a_run_has_one_precision(line, tmp_path, metatokens, monkeypatch):
+    """Another machine may have another default, and the same folder then needs the setting."""
+    monkeypatch.setattr(shrinking, "has_fast_bfloat16", lambda: False)
+    monkeypatch.setattr(shrinking, "loss_without", None)  # it ends with a TypeError
+    with pytest.raises(TypeError):
+        metatokens(f"{line} --out {tmp_path / 'run'}")
+    monkeypatch.setattr(shrinking, "has_fast_bfloat16", lambda: True)
+    assert "bf16 was False and is now True" in refused(
+        metatokens, f"{line} --out {tmp_path / 'run'}"
+    )
+    with pytest.raises(TypeError):
+        metatokens(f"{line} --out {tmp_path / 'run'} --set training.bf16=false")
 
 
 def test_a_run_that_was_killed_in_its_training_goes_on(copy, finished, line, metatokens):
@@ -312,6 +339,7 @@ MISTAKES = {
     "--landmarks page": "'page' is no rule for landmarks",
     "--set training.per_device_train_batch_size=2": "mixture.tokens decides the size of a batch",
     "--set training.gradient_accumulation_steps=2": "mixture.tokens decides the size of a batch",
+    "--full-heads 1.1 --set cache.number_of_full_heads=1": "number_of_full_heads exclude each other",
     "--set training.text_window=8": "cache.keep decides the window",
     "--set mixture.longest=100": "mixture.longest: Input should be greater than or equal to 128",
     "--set 'tests.texts={2000: 1, 40: 1}'": "no length of tests.texts is between 118 and 1,024 tokens",
@@ -425,7 +453,7 @@ def test_overwriting_keeps_the_text(line, documents, tmp_path, metatokens):
 def test_a_short_text_is_refused_and_more_is_taken(line, corpus, documents, tmp_path, metatokens):
     short = write_documents(tmp_path / "short.jsonl", documents[:20])
     line_of_short = f"{line.replace(str(corpus), str(short))} --out {tmp_path}/run"
-    assert "held out): give more text with --text" in refused(metatokens, line_of_short)
+    assert "give more text with --text" in refused(metatokens, line_of_short)
     assert not (tmp_path / "run").exists()
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):  # the first step
         metatokens(f"{line_of_short} --text {corpus}")

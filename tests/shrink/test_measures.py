@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from metatokens.data.landmarks import Landmarks
+from metatokens.model.configuration import TEXT_SINKS as SINKS
 from metatokens.model.generation import READ_AT_ONCE
 from metatokens.records import pack_hits
 from metatokens.retrofit.text_window import apply_text_window, text_window_of
@@ -18,7 +19,6 @@ from metatokens.shrink.answering import answer_logits
 from metatokens.shrink.choosing import HeadLoss, loss_without, most_needed
 from metatokens.shrink.cost import NEW, costs
 from metatokens.shrink.lookups import CHAT, KINDS, PASSAGE, TRAINED
-from metatokens.shrink.sizes import SINKS
 from metatokens.tasks.example import Encoded
 from tests.numbers import decoder_roundings, rounding_bound
 from tests.shrink.small import BLOCKS, HEAD_SIZE, KEY_HEADS

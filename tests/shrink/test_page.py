@@ -51,8 +51,9 @@ def results_of(model):
 def write(tmp_path):
     """Writes the page of some models, and returns it with the summary."""
 
-    def page_of(*models, texts_of_prose=2, landmarks=None):
-        results = [result for model in models for result in results_of(model)]
+    def page_of(*models, results=None, texts_of_prose=2, landmarks=None):
+        if results is None:
+            results = [result for model in models for result in results_of(model)]
         cost = Cost(
             cache="full",
             length=4096,
@@ -73,7 +74,9 @@ def write(tmp_path):
                 HeadLoss(head=(2, 1), loss=7.25, answered=1, n=4),
             ],
             costs=[cost],
-            cache={"window": 9, "full_heads": [(2, 1)], "landmarks": landmarks},
+            window=9,
+            full_heads=[(2, 1)],
+            landmarks=landmarks,
             out=tmp_path,
             base="a <b> & c",
             length=200,
@@ -151,6 +154,15 @@ def test_the_sentences_give_the_results(write):
     assert "the meta-tokens of <code>every:9</code>" in with_landmarks
     assert "so nothing was asked in a chat" in text
     assert not re.search(r'(src|href)="?http', page)
+
+
+def test_a_kind_that_a_length_lacks_has_no_figure(write):
+    of_shrunk = [
+        line for line in results_of(SHRUNK) if (line.task, line.length) != ("passage", 128)
+    ]
+    page, _ = write(results=of_shrunk)
+    start = cells_of(page).index(["in 128 tokens", SHRUNK])
+    assert ["a passage of the text, repeated (0)", "-"] in cells_of(page)[start : start + 6]
 
 
 def test_a_run_without_the_trained_control_is_not_summed_up_by_the_base(write):

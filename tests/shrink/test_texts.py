@@ -68,9 +68,7 @@ def test_a_document_that_comes_twice_is_not_both_trained_on_and_measured_on(
     documents, tokenizer, tmp_path
 ):
     once, twice = (
-        UserText(
-            tokenizer, [str(write_documents(tmp_path / f"{times}.jsonl", documents * times))], 400
-        )
+        UserText(tokenizer, [str(write_documents(tmp_path / f"{times}.jsonl", documents * times))])
         for times in (1, 2)
     )
     assert np.array_equal(twice.held_out.ids, once.held_out.ids)
@@ -84,14 +82,14 @@ def test_facts_go_behind_lines_where_sentences_do_not_end(tokenizer):
         Prose(tokenizer, ["one two three four " * 200]).ends  # noqa: B018
 
 
-def test_too_little_text_is_refused(tokenizer, corpus):
+def test_too_little_text_is_refused(text):
     with pytest.raises(
         UserError,
         match=r"tokens held out, and needs more than 3,000 .*its 75 documents .*: give more text",
     ):
-        UserText(tokenizer, [str(corpus)], 3000)
+        text.check_holds(3000)
     with pytest.raises(
         UserError,
         match=r"tokens to train on, and needs more than 20,000 .*its 75 documents .*: give more text",
     ):
-        UserText(tokenizer, [str(corpus)], 20_000)
+        text.check_holds(20_000)

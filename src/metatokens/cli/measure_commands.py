@@ -80,9 +80,9 @@ def evaluate(
     from metatokens.evaluation.accuracy import evaluate, longest_input
     from metatokens.model.interventions import Intervention, intervene
     from metatokens.model.positions import check_length
-    from metatokens.records import About
+    from metatokens.records import ALONE, About
     from metatokens.tasks.example import read_examples
-    from metatokens.tasks.landmarks_alone import ALONE, LandmarksAlone
+    from metatokens.tasks.landmarks_alone import LandmarksAlone
     from metatokens.training.run_folder import training_of
 
     _check_sources(task, data, landmarks, is_drawn=(lengths, condition, n) != (None, None, None))

@@ -126,6 +126,9 @@ Preset = Annotated[
 PretrainRecipe = Annotated[
     str, _recipe("Pretraining settings: a YAML file, or the name of a bundled recipe.")
 ]
+ShrinkRecipe = Annotated[
+    str, _recipe("The settings: a YAML file, or the name of a bundled recipe; by default shrink.")
+]
 FinetuneRecipe = Annotated[
     str | None,
     _recipe(

@@ -181,13 +181,15 @@ def progress_bar(verb: str) -> "Iterator[Progress]":
             yield Text(self.figures)
 
     console = Console(stderr=True)
-    printed, has_figures = time.monotonic(), False
+    printed = time.monotonic()
+    has_figures = False
 
     def print_line(done: int, total: int, figures: "Figures") -> None:
         nonlocal printed, has_figures
         has_first_figures = bool(figures) and not has_figures
         if has_first_figures or done == total or time.monotonic() - printed > LINE_EVERY:
-            printed, has_figures = time.monotonic(), bool(figures)
+            printed = time.monotonic()
+            has_figures = bool(figures)
             shown = f": {_shown(figures)}" if figures else ""
             print(f"{verb} {done:,}/{total:,}{shown}", file=sys.stderr, flush=True)
 

@@ -25,7 +25,9 @@ def shrink(
     keep: Annotated[
         str | None,
         typer.Option(
-            metavar="SHARE", help="Of keys and values, such as 1/8 or 0.125; default 1/8."
+            metavar="SHARE",
+            help="The share of the keys and values of a text of 4,096 tokens to keep, such as 1/8 or 0.125; by "
+            "default 1/8.",
         ),
     ] = None,
     full_heads: Annotated[
@@ -48,12 +50,10 @@ def shrink(
     controls: Annotated[
         bool,
         typer.Option(
-            help="Also train the full cache, and a window alone, to compare with: three times the time."
+            help="Also train the full cache, and a window alone, to compare with: two and a half times the time."
         ),
     ] = True,
-    recipe: Annotated[
-        str, typer.Option("--recipe", metavar="FILE|NAME", help="The settings; by default shrink.")
-    ] = "shrink",
+    recipe: options.ShrinkRecipe = "shrink",
     overrides: options.Set = None,
     overwrite: options.Overwrite = False,
 ) -> None:

@@ -155,6 +155,11 @@ class Landmarks:
         return behind
 
 
+def with_landmarks(landmarks: Landmarks | None, ids: Sequence[int], start: int = 0) -> list[int]:
+    """The ids with the meta-tokens of a rule; as they are without one. `start` as in a call of `Landmarks`."""
+    return list(ids) if landmarks is None else landmarks.insert_into(ids, start)
+
+
 def _as_blank(white: re.Match[bytes]) -> bytes:
     return _FILLER * (len(white[0]) - 1) + b" "
 

@@ -83,8 +83,10 @@ class MetaConfig(PreTrainedConfig):
         text_window, text_sinks, text_full_layers, text_full_heads: of `meta_attention`, as in `MetaSettings`.
     """
 
-    text_window, text_sinks = _setting("text_window"), _setting("text_sinks", TEXT_SINKS)
-    text_full_layers, text_full_heads = _setting("text_full_layers"), _setting("text_full_heads")
+    text_window = _setting("text_window")
+    text_sinks = _setting("text_sinks", TEXT_SINKS)
+    text_full_layers = _setting("text_full_layers")
+    text_full_heads = _setting("text_full_heads")
 
     def to_json_string(self, *args: Any, **kwargs: Any) -> str:
         """The base's JSON, under this package's model type."""
@@ -294,7 +296,9 @@ def install(model: Any) -> None:
 
     The weights are in float32, or in the base's precision if that is wider.
     """
-    (decoder, blocks), config, table = decoder_of(model), model.config, model.get_input_embeddings()
+    decoder, blocks = decoder_of(model)
+    config = model.config
+    table = model.get_input_embeddings()
     settings = MetaSettings.checked(**config.meta_attention)
     settings.check_blocks(own_blocks(config))
     check_entries(config.meta_token_id, config.unpadded_vocab_size, rows=len(table.weight))
@@ -307,7 +311,8 @@ def install(model: Any) -> None:
     }
     decoder.meta_config = config
     set_full(blocks, settings.text_full_layers or (), full_heads_by_block(config))
-    decoder.meta_settings, decoder.meta_has_trained = settings, False
+    decoder.meta_settings = settings
+    decoder.meta_has_trained = False
     decoder.meta_depth = getattr(decoder.config, "num_hidden_layers", None)
     decoder.meta_cache_layers = len(blocks) + len(settings.layers)  # of a cache of a fixed size
     decoder.register_forward_pre_hook(begin_pass, with_kwargs=True)

@@ -206,7 +206,8 @@ def _meta_tokens(decoder: Any, input_ids: Tensor | None, kwargs: dict[str, Any])
     A `meta_token_mask` among the named inputs, which is taken out of them, decides; without one, `input_ids` do, or
     `inputs_embeds` that equal the meta-token's.
     """
-    embeddings, meta_token_mask = kwargs.get("inputs_embeds"), kwargs.pop("meta_token_mask", None)
+    embeddings = kwargs.get("inputs_embeds")
+    meta_token_mask = kwargs.pop("meta_token_mask", None)
     table = decoder.get_input_embeddings()
     check_table(table)
     if meta_token_mask is None and input_ids is None and embeddings is None:

@@ -103,7 +103,8 @@ def add_meta_attention(
     start: list[int] = []
     if tokenizer is not None:
         meta_token_id = _add_to_tokenizer(tokenizer)
-        in_use, start = max(rows, len(tokenizer)), _separators(tokenizer)
+        in_use = max(rows, len(tokenizer))
+        start = _separators(tokenizer)
     assert meta_token_id is not None  # as checked
     convert(base, settings, meta_token_id, in_use, freeze=freeze, start=start)
     return model
@@ -219,10 +220,12 @@ def convert(
         model.resize_token_embeddings(in_use, pad_to_multiple_of=64, mean_resizing=False)
         _fill_new_rows(model, rows)
     meta_model, meta_config = classes_of(type(model), type(model.config))
-    model.__class__, model.config.__class__ = meta_model, meta_config
+    model.__class__ = meta_model
+    model.config.__class__ = meta_config
     run_new_forward(model)
     model.config.meta_attention = settings.model_dump()
-    model.config.meta_token_id, model.config.unpadded_vocab_size = meta_token_id, in_use
+    model.config.meta_token_id = meta_token_id
+    model.config.unpadded_vocab_size = in_use
     _keep_unquantised(model)
     install(model)
     freeze_base(model, trained=not freeze)
@@ -269,7 +272,8 @@ def _init_added(model: PreTrainedModel, start: Sequence[int]) -> None:
     Without ids to start from, the meta-token starts at the mean of the table's first 32,768 rows. Zero would disturb a
     base less, but there the gradient of RMSNorm is a thousand times too large.
     """
-    table, (_, blocks) = model.get_input_embeddings(), decoder_of(model)
+    table = model.get_input_embeddings()
+    _, blocks = decoder_of(model)
     device = device_of(table)
     table.meta_token.to(device)
     for layer in model.config.meta_attention["layers"]:

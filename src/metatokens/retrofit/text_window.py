@@ -65,8 +65,8 @@ def set_text_window(
         `set_text_window(model, **before)` the window again.
 
     Raises:
-        UserError: if a number is too small, or the model has no meta-token or masks of its own, such as a sliding
-            window, or does not have such blocks or heads. The model is then unchanged.
+        UserError: if a number is too small; if the model has no meta-token, or has masks of its own, such as a sliding
+            window; or if it has no such blocks or heads. The model is then unchanged.
     """
     before = text_window_of(model.config)
     apply_text_window(model, window, sinks, full_layers, full_heads)
@@ -113,8 +113,8 @@ def apply_text_window(
     if window is None:
         full_layers = full_heads = None
     try:
-        layers = list(full_layers or ())
-        pairs = sorted([*pair] for pair in full_heads or ())
+        layers = [] if full_layers is None else list(full_layers)
+        pairs = [] if full_heads is None else sorted([*pair] for pair in full_heads)
     except TypeError as error:
         raise UserError(
             "full_layers are a list of blocks, such as [18], and full_heads one of pairs of a block and a head, such "
@@ -128,7 +128,7 @@ def apply_text_window(
     if isinstance(config, MetaConfig):
         fields["text_full_heads"] = pairs or None
         _apply_to_retrofit(model, fields)
-    elif full_heads:
+    elif pairs:
         raise UserError("full_heads are for pretrained models; give full_layers to this one.")
     else:
         _apply_to_meta_gpt2(config, fields)
@@ -165,7 +165,8 @@ def _apply_to_retrofit(model: PreTrainedModel, fields: dict[str, Any]) -> None:
 def _blocks_and_heads(model: PreTrainedModel, settings: MetaSettings) -> dict[str, Any]:
     """The fields of full blocks, among them those all of whose heads are full, and of full heads in other blocks."""
     counts = key_value_heads(model)
-    full_heads, full_layers = settings.text_full_heads or [], {*(settings.text_full_layers or ())}
+    full_heads = settings.text_full_heads or []
+    full_layers = set(settings.text_full_layers or ())
     for block, head in full_heads:
         if head >= counts[block]:
             raise UserError(
@@ -194,7 +195,8 @@ def _check(model: PreTrainedModel) -> None:
     With a window of 1, text that is no sink changes nothing after it, whether a mask hides it or a cache drops it. So
     the pass over a text and the steps over the same text with another token, at a place before, must give the same.
     """
-    (decoder, _), config = decoder_of(model), model.config
+    decoder, _ = decoder_of(model)
+    config = model.config
     layers = DynamicCache(config=decoder.config).layers
     if any(type(layer) is not DynamicLayer for layer in layers) or hasattr(
         decoder.config, "attention_types"

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metatokens.data.landmarks import Landmarks
+from metatokens.data.landmarks import Landmarks, with_landmarks
 from metatokens.model.generation import READ_AT_ONCE
 from metatokens.model.positions import rotates_by_length
 from metatokens.shrink.lookups import Question
@@ -44,7 +44,7 @@ def answer_logits(
     """
     rows = []
     for question in questions:
-        ids = question.ids if landmarks is None else landmarks.insert_into(question.ids, start)
+        ids = with_landmarks(landmarks, question.ids, start)
         rows.append([*ids, *question.answer[:-1]])
     longest = max(map(len, rows))
     # Padding comes after the tokens of its row, so it changes none of them.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from metatokens.data.landmarks import Landmarks
+from metatokens.data.landmarks import Landmarks, with_landmarks
 from metatokens.decoder import logits_at, measure_cache_share
 from metatokens.errors import UserError
 from metatokens.evaluation.intervals import clustered_interval, normal_interval
@@ -146,7 +146,7 @@ class Measuring:
         hits: defaultdict[str, list[list[bool]]] = defaultdict(list)  # by kind, of each text
         rows = []
         for asked in texts:
-            ids = self._with_landmarks(asked.text)
+            ids = with_landmarks(self.landmarks, asked.text)
             rows.append(ids)
             of_questions = answer_logits(
                 self.model, ids, asked.questions, self.landmarks, start=len(asked.text)
@@ -177,7 +177,7 @@ class Measuring:
     @torch.inference_mode()
     def _perplexity(self, name: str, text: Sequence[int], start: int) -> Result:
         """The perplexity of a text's tokens from `start` on."""
-        ids = torch.tensor(self._with_landmarks(text), device=self.model.device)
+        ids = torch.tensor(with_landmarks(self.landmarks, text), device=self.model.device)
         is_text = ids != self.model.config.meta_token_id
         scored = is_text.nonzero()[start:, 0]
         chosen = torch.zeros_like(is_text).index_fill(0, scored - 1, True)
@@ -197,6 +197,3 @@ class Measuring:
             n=len(losses),
             **measure_cache_share(self.model, [ids.tolist()]),
         )
-
-    def _with_landmarks(self, ids: Sequence[int]) -> list[int]:
-        return list(ids) if self.landmarks is None else self.landmarks.insert_into(ids)

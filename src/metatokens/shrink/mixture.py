@@ -27,8 +27,9 @@ class Mixture:
     """The batches of a training, one an index: `input_ids` and `labels`, (rows, length) each.
 
     A batch is prose, in which every token counts; or texts with look-ups, in which the answers count; or a chat, in
-    which the model's own replies do. Texts with look-ups have one length in a batch: the longest, or a half, a quarter,
-    ... of it, down to the shortest. Batches have about equally many tokens.
+    which the model's own replies do; or records of the user, in which the completions do. Texts with look-ups have one
+    length in a batch: the longest, or a half, a quarter, ... of it, down to the shortest. Batches have about equally
+    many tokens.
 
     Attributes:
         lookups: of the training split.
@@ -84,9 +85,10 @@ class Mixture:
         return [*beginning, *excerpt], list(range(1, self.longest))
 
     def _record_rows(self, generator: np.random.Generator, records: Sequence[Encoded]) -> list[Row]:
-        """Records of about one length, whose answers are at about the same places.
+        """A random record and those next to it by length, whose answers are at about the same places.
 
-        So a batch has little padding, and few columns in which logits are computed.
+        So a batch has little padding, and few columns in which logits are computed. After the longest record comes the
+        shortest.
         """
         by_length = sorted(records, key=lambda record: len(record.input_ids))
         number = int(generator.integers(len(records)))

@@ -4,7 +4,6 @@ import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,13 +11,14 @@ from matplotlib.axes import Axes
 from metatokens.evaluation.intervals import clustered_interval, student_interval
 from metatokens.files import write_whole
 from metatokens.looking.style import FURTHER, STYLES, line, page_templates, png, small_multiples
+from metatokens.model.configuration import TEXT_SINKS
 from metatokens.records import Result, unpack_hits
 from metatokens.shrink.choosing import Head, HeadLoss
 from metatokens.shrink.cost import Cost
 from metatokens.shrink.lookups import CHAT, PASSAGE, TRAINED, USERS
 from metatokens.shrink.measuring import BASE, EXCERPT, FACTS, REPLY, SHRUNK, TRAINED_FULL
 
-NAMES = {
+LABELS = {
     PASSAGE: "a passage of the text, repeated",
     TRAINED: "trained forms, other names and words",
     "statement": "other statements, asked for in their words",
@@ -49,6 +49,8 @@ class Answered:
         return 100 * sum(map(sum, self.texts)) / self.n
 
     def __str__(self) -> str:
+        if not self.texts:
+            return "-"
         low, high = clustered_interval(self.texts)
         return f"{self.percent:.0f} ({100 * low:.0f} to {100 * high:.0f})"
 
@@ -61,7 +63,9 @@ class Findings:
         results: of all models.
         losses: what answers cost if one head forgets; empty if the heads were given.
         costs: of the caches.
-        cache: the window and the full heads of the shrunk model, and its rule for landmarks.
+        window: the last positions that a head of the shrunk model keeps.
+        full_heads: of the shrunk model, which keep everything.
+        landmarks: its rule for landmarks.
         out: the run's folder.
         base: the model that was shrunk.
         length: tokens; of a text of this length the cache keeps the share that was asked for.
@@ -71,16 +75,13 @@ class Findings:
     results: Sequence[Result]
     losses: Sequence[HeadLoss]
     costs: Sequence[Cost]
-    cache: dict[str, Any]
+    window: int
+    full_heads: Sequence[Head]
+    landmarks: str | None
     out: Path
     base: str
     length: int
     steps: int
-
-    @property
-    def full_heads(self) -> list[str]:
-        """The names of the heads that keep all text."""
-        return [name_of_head(head) for head in self.cache["full_heads"]]
 
     @property
     def summary(self) -> str:
@@ -125,9 +126,9 @@ class Findings:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of look-ups, in the order of NAMES."""
+        """The kinds of look-ups, in the order of LABELS."""
         measured = {result.task for result in self._lookups()}
-        return [kind for kind in NAMES if kind in measured]
+        return [kind for kind in LABELS if kind in measured]
 
     def answered(self, model: str, kinds: Sequence[str], length: int | None) -> Answered:
         """How a model answers look-ups of some kinds."""
@@ -190,7 +191,12 @@ def write_page(findings: Findings, file: Path) -> None:
     picture = base64.b64encode(_picture(findings)).decode()
     template = page_templates("metatokens.shrink").get_template("page.html.j2")
     text = template.render(
-        findings=findings, name_of_head=name_of_head, names=NAMES, picture=picture, shrunk=SHRUNK
+        findings=findings,
+        name_of_head=name_of_head,
+        labels=LABELS,
+        picture=picture,
+        shrunk=SHRUNK,
+        sinks=TEXT_SINKS,
     )
     write_whole(file, text.encode())
 

@@ -8,7 +8,7 @@ import torch
 from transformers import set_seed
 
 from metatokens.data.tokenizer import encode_text
-from metatokens.decoder import left_padded, up_to_end
+from metatokens.decoder import end_tokens, left_padded, up_to_end
 from metatokens.shrink.lookups import Lookups
 from metatokens.tasks.example import Encoded
 
@@ -62,8 +62,7 @@ def draw_replies(
     requests = [_request(generator, lookups, lengths, about_texts) for _ in range(count)]
     assert lookups.turns is not None
     end = lookups.turns.ending[-1]
-    models_ends = model.generation_config.eos_token_id or []
-    ends = {end, *(models_ends if isinstance(models_ends, list) else [models_ends])}
+    ends = {end, *end_tokens(model.generation_config.eos_token_id)}
     for start in range(0, count, AT_ONCE):
         prompts = requests[start : start + AT_ONCE]
         ids, mask = left_padded(prompts, end)

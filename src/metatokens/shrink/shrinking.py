@@ -21,7 +21,7 @@ from metatokens.checkpoint import (
     weights_sha256,
 )
 from metatokens.data.corpus import files_of
-from metatokens.data.landmarks import Landmarks
+from metatokens.data.landmarks import Landmarks, with_landmarks
 from metatokens.data.tokenizer import backend_of
 from metatokens.errors import UserError
 from metatokens.files import DAMAGED, sha256_of, write_whole
@@ -54,7 +54,8 @@ from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import Figures, Progress, train, unwatched
 
 LONGEST_ASSUMED = 1_000_000  # tokens, for a model without a limit
-WINDOW_TO_CHOOSE_BY, FACTS_TO_CHOOSE_BY = 64, 12  # of a head that forgets, and in a text
+WINDOW_TO_CHOOSE_BY = 64  # of a head that forgets
+FACTS_TO_CHOOSE_BY = 12  # in a text
 PAGE = "page.html"
 
 Line = TypeVar("Line", HeadLoss, Cost)
@@ -78,7 +79,14 @@ class Arm(NamedTuple):
     full_heads: Sequence[Head] = ()
 
 
-NAMES = (BASE, SHRUNK, TRAINED_FULL, TRAINED_WINDOW)
+class Choice(NamedTuple):
+    """The key-value heads that keep everything; and, if they were chosen by it, what answers lose without each head."""
+
+    heads: Sequence[Head]
+    losses: Sequence[HeadLoss] = ()
+
+
+MODELS = (BASE, SHRUNK, TRAINED_FULL, TRAINED_WINDOW)
 
 
 def shrink(
@@ -117,21 +125,25 @@ def shrink(
     """
     if recipe.training.lora_rank:
         check_peft()
+    # Recorded with the other settings: a run that goes on elsewhere trains and measures in the same precision.
+    if "bf16" not in recipe.training.model_fields_set:
+        training = recipe.training.model_copy(update={"bf16": has_fast_bfloat16()})
+        recipe = recipe.model_copy(update={"training": training})
     run = _Run(recipe, model, list(corpora), out, forms, questions)
     text_files = [Path(file) for corpus in corpora for file in files_of(corpus)]
     inputs = [model, forms, questions, *text_files]
     # Before anything is written: tests that cannot be drawn need another recipe.
     tests = run.draw_tests()
     with open_run(out, run.settings, overwrite=overwrite, inputs=inputs):
-        run.choose(watch)
+        choice = run.choose(watch)
         run.ask_base(watch)
-        for arm in run.arms(controls=controls):
+        for arm in run.arms(choice.heads, controls=controls):
             run.train(arm, watch)
             run.measure(arm, tests, watch)
             if arm.name == SHRUNK:
                 run.measure_costs(arm, watch)
-            findings = run.write_page()
-        return findings
+            write_page(run.findings(choice), out / PAGE)
+        return run.findings(choice)
 
 
 class _Run:
@@ -162,9 +174,16 @@ class _Run:
         apply_text_window(
             retrofit, 1, full_heads=self.heads[:1] if full_heads is None else full_heads
         )
+        self.cost_lengths = {
+            length for length in recipe.tests.cost_lengths if reaches(retrofit.config, length + NEW)
+        }
         rule = recipe.cache.landmarks
         self.landmarks = None if rule is None else Landmarks(self.tokenizer, rule)
-        self._set_sizes(limit)
+        density = (
+            0.0 if self.landmarks is None else float(self.landmarks(self.text.train.ids).mean())
+        )
+        self.sizes = Sizes.of(recipe, len(self.heads), limit, density)
+        self.text.check_holds(max([self.sizes.longest, *self.sizes.tested_texts]))
         records = [] if questions is None else self._records_of(questions, limit)
         self.records_to_train_on, self.records_to_measure_on = split_apart(records)
         self.settings = {
@@ -178,16 +197,8 @@ class _Run:
             ),
             "text_sha256": self.text.sha256,
             "forms": [form.model_dump() for purpose in self.forms.values() for form in purpose],
-            "questions_sha256": questions and records_sha256(records),
+            "questions_sha256": None if questions is None else records_sha256(records),
         }
-        self.losses: list[HeadLoss] = []
-
-    def _set_sizes(self, limit: int) -> None:
-        """Set what fits in the model; with landmarks twice, since reading the text to count them takes sizes."""
-        self.sizes = Sizes.of(self.recipe, len(self.heads), limit)
-        if self.landmarks is not None:
-            density = float(self.landmarks(self.text.train.ids).mean())
-            self.sizes = Sizes.of(self.recipe, len(self.heads), limit, density)
 
     def _records_of(self, questions: Path, limit: int) -> list[Example]:
         """The user's own records: enough to hold some out, and short enough for the model."""
@@ -226,9 +237,7 @@ class _Run:
     @cached_property
     def text(self) -> UserText:
         """The user's text."""
-        return UserText(
-            self.tokenizer, self.corpora, max([self.sizes.longest, *self.sizes.tested_texts])
-        )
+        return UserText(self.tokenizer, self.corpora)
 
     @cached_property
     def lookups(self) -> dict[str, Lookups]:
@@ -242,13 +251,15 @@ class _Run:
             for split in prose
         }
 
-    def choose(self, watch: Watch) -> None:
+    def choose(self, watch: Watch) -> Choice:
         """Choose the heads that keep everything: those of the recipe, or those that need it most by measurement."""
         full_heads = self.recipe.cache.full_heads
-        if full_heads is None and self.sizes.full_heads > 0:
-            self.losses = self.head_losses(watch)
-            full_heads = most_needed(self.losses, self.sizes.full_heads)
-        self.full_heads = full_heads or []
+        if full_heads is not None:
+            return Choice(full_heads)
+        if self.sizes.full_heads == 0:
+            return Choice([])
+        losses = self.head_losses(watch)
+        return Choice(most_needed(losses, self.sizes.full_heads), losses)
 
     def ask_base(self, watch: Watch) -> None:
         """Write what the base answers in a chat; nothing if it has no chat template."""
@@ -287,12 +298,12 @@ class _Run:
         except DAMAGED as error:
             raise _damaged(self._replies_file) from error
 
-    def arms(self, *, controls: bool) -> list[Arm]:
+    def arms(self, full_heads: Sequence[Head], *, controls: bool) -> list[Arm]:
         """The models to measure, the shrunk one first."""
-        arms = [Arm(SHRUNK, "model", self.sizes.window, self.full_heads), Arm(BASE)]
+        arms = [Arm(SHRUNK, "model", self.sizes.window, full_heads), Arm(BASE)]
         if controls:
-            arms.append(Arm(TRAINED_FULL, "controls/full"))
-            arms.append(Arm(TRAINED_WINDOW, "controls/window", self.sizes.window_alone))
+            arms.append(Arm(TRAINED_FULL, "full"))
+            arms.append(Arm(TRAINED_WINDOW, "window", self.sizes.window_alone))
         return arms
 
     def head_losses(self, watch: Watch) -> list[HeadLoss]:
@@ -320,13 +331,8 @@ class _Run:
             return
         folder = self.out / arm.folder
         folder.mkdir(parents=True, exist_ok=True)
-        training = self.recipe.training
-        settings = training.model_copy(
-            update={
-                "bf16": training.bf16 or has_fast_bfloat16(),
-                "text_window": arm.window,
-                "text_full_heads": arm.full_heads or None,
-            }
+        settings = self.recipe.training.model_copy(
+            update={"text_window": arm.window, "text_full_heads": arm.full_heads or None}
         )
         mixture = Mixture(
             self.lookups["train"],
@@ -396,48 +402,39 @@ class _Run:
     def measure_costs(self, arm: Arm, watch: Watch) -> None:
         """Write what the cache of the shrunk model costs, next to the full one."""
         file = self.out / "costs.json"
-        if file.exists():
+        measured: list[Cost] = _read_list(file, Cost) if file.exists() else []
+        lengths = sorted(self.cost_lengths - {cost.length for cost in measured})
+        if not lengths:
             return
         model = self._model_of(arm)
-        measured: list[Cost] = []
-        lengths = [
-            length
-            for length in self.recipe.tests.cost_lengths
-            if reaches(model.config, length + NEW)
-        ]
         with watch("memory and speed") as progress:
             for done, length in enumerate(lengths, start=1):
-                text = self.text.held_out.ids[:length].tolist()
-                if self.landmarks is not None:
-                    text = self.landmarks.insert_into(text)
+                text = with_landmarks(self.landmarks, self.text.held_out.ids[:length].tolist())
                 measured += costs(model, text, length)
                 progress(done, len(lengths), {})
+        measured.sort(key=lambda cost: cost.length)
         _write_list(file, measured)
 
-    def write_page(self) -> Findings:
-        """Write the page of what is measured so far."""
+    def findings(self, choice: Choice) -> Findings:
+        """What is measured so far."""
         results = [
             result
-            for name in NAMES
+            for name in MODELS
             if self._results_file(name).exists()
             for result in read_lines(self._results_file(name), Result)
         ]
-        findings = Findings(
+        return Findings(
             results=results,
-            losses=self.losses,
+            losses=choice.losses,
             costs=_read_list(self.out / "costs.json", Cost),
-            cache={
-                "window": self.sizes.window,
-                "full_heads": self.full_heads,
-                "landmarks": self.recipe.cache.landmarks,
-            },
+            window=self.sizes.window,
+            full_heads=choice.heads,
+            landmarks=self.recipe.cache.landmarks,
             out=self.out,
             base=str(self.model),
             length=self.sizes.length,
             steps=self.recipe.training.max_steps,
         )
-        write_page(findings, self.out / PAGE)
-        return findings
 
     @property
     def _replies_file(self) -> Path:
@@ -449,11 +446,16 @@ class _Run:
     def _model_of(self, arm: Arm) -> Any:
         if arm.folder is None:
             return self._base_to_measure()
-        return load_model(self.out / arm.folder, dtype=_dtype_to_measure_in())
+        return load_model(self.out / arm.folder, dtype=self._dtype)
 
     def _base_to_measure(self) -> Any:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return self._base(_dtype_to_measure_in()).to(device).eval()
+        return self._base(self._dtype).to(device).eval()
+
+    @property
+    def _dtype(self) -> str | None:
+        # Chosen when a model is loaded: converting it later would round the frequencies of its rotary positions.
+        return "bfloat16" if self.recipe.training.bf16 else None
 
 
 def _write_list(file: Path, lines: Sequence[BaseModel]) -> None:
@@ -481,11 +483,6 @@ def _text_to_choose_by(lookups: Lookups, number: int, length: int) -> Asked:
         forms=lookups.some_forms(generator, MOST_FORMS),
         facts=FACTS_TO_CHOOSE_BY,
     )
-
-
-def _dtype_to_measure_in() -> str | None:
-    # Chosen when a model is loaded: converting it later would round the frequencies of its rotary positions.
-    return "bfloat16" if has_fast_bfloat16() else None
 
 
 def _asked(record: Encoded) -> Asked:

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from metatokens.errors import UserError
+from metatokens.model.configuration import TEXT_SINKS
 from metatokens.recipe import CacheSettings, ShrinkRecipe
 
-SINKS = 4  # the first positions, which every head keeps
 FEWEST = 8  # positions of a window
 ROOM = 64  # tokens of a tested length that are for a question and its answer
 MARGIN = 8  # tokens at least between a window and what has to be found
@@ -98,7 +98,8 @@ def _number_of_full_heads(cache: CacheSettings, heads: int, landmarks: float) ->
         return len(cache.full_heads)
     if cache.number_of_full_heads is not None:
         return cache.number_of_full_heads
-    # Full heads look things up. The window predicts prose, and gets a fifth at least of what landmarks leave.
+    # Full heads look things up. The window predicts prose, and gets a fifth at least of what landmarks leave, unless a
+    # single full head takes more.
     return max(1, int(heads * (cache.keep - landmarks) * 4 // 5))
 
 
@@ -108,7 +109,7 @@ def _window(
     """The window with which the share is kept of a text of the length, next to full heads and landmarks."""
     full_share = full_heads / heads
     rest = cache.keep - full_share - landmarks
-    window = int(rest / (1 - full_share) * length) - SINKS if rest > 0 else 0
+    window = int(rest / (1 - full_share) * length) - TEXT_SINKS if rest > 0 else 0
     if window < FEWEST:
         besides = f", and landmarks take {landmarks:.1%}" if landmarks else ""
         raise UserError(

@@ -133,28 +133,34 @@ class UserText:
         sha256: of the documents.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, corpora: Sequence[str], longest: int
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, corpora: Sequence[str]):
         """Read the corpora, as `read_corpus` takes them.
 
         Raises:
-            UserError: if a corpus cannot be read, or has no excerpt of `longest` tokens to train on and to measure on.
+            UserError: if a corpus cannot be read, or has too few words.
         """
-        documents = list(
-            dict.fromkeys(_documents(corpora))
-        )  # none is both trained on and measured on
+        # Each once, so that none is both trained on and measured on.
+        documents = list(dict.fromkeys(_documents(corpora)))
+        self._documents = len(documents)
         train, held_out = split_apart(documents)
-        self.train, self.held_out = Prose(tokenizer, train), Prose(tokenizer, held_out)
+        self.train = Prose(tokenizer, train)
+        self.held_out = Prose(tokenizer, held_out)
+        self.sha256 = sha256_of("\0".join(documents).encode())
+        self.entities = {split: Entities.of(documents, split) for split in ("train", "test")}
+
+    def check_holds(self, longest: int) -> None:
+        """Refuse a text without an excerpt of `longest` tokens to train on, and one to measure on.
+
+        Raises:
+            UserError: if there is none.
+        """
         for name, prose in (("to train on", self.train), ("held out", self.held_out)):
             if len(prose.ids) <= longest:
                 raise UserError(
                     f"the text has {len(prose.ids):,} tokens {name}, and needs more than {longest:,} (every tenth of "
-                    f"its {len(documents)} documents is held out): give more text with --text, or shorter lengths in "
-                    "tests.texts."
+                    f"its {self._documents} documents is held out): give more text with --text, or smaller lengths in "
+                    "tests.texts and mixture.longest."
                 )
-        self.sha256 = sha256_of("\0".join(documents).encode())
-        self.entities = {split: Entities.of(documents, split) for split in ("train", "test")}
 
 
 def _documents(corpora: Sequence[str]) -> Iterable[str]:
