@@ -30,7 +30,7 @@ from metatokens.recipe import FinetuneRecipe, load_recipe
 from metatokens.records import Measured
 from metatokens.tasks import TASKS
 from metatokens.tasks.curriculum import TaskData, documents_for, task_texts
-from metatokens.training.examples import Collator, by_length, train_source
+from metatokens.training.examples import Collator, grouped_by_length, train_source
 
 PAPER_EXAMPLES = {"train": 90_000, "test": 10_000}  # per task
 
@@ -147,7 +147,7 @@ def waiting_share(tokenizer: PreTrainedTokenizerBase, *, steps: int = 100, round
     torch.set_num_threads(1)
     shares = []
     for _ in range(rounds):
-        dataset: Any = by_length(drawn, batch=batch, seed=0)
+        dataset: Any = grouped_by_length(drawn, batch=batch, seed=0)
         waited, began = 0.0, time.process_time()
         batches = iter(DataLoader(dataset, batch_size=batch, collate_fn=collator))
         for _ in range(steps):

@@ -6,6 +6,7 @@ Bundled recipes are named without a path: `demo`, `demo_finetune`, `paper`, ...
 """
 
 import copy
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -56,8 +57,7 @@ def landmark_rule(rule: str) -> str:
     if re.fullmatch("line|paragraph|sentence|every:[1-9][0-9]{0,5}", rule):
         return rule
     raise UserError(
-        f"{rule!r} is no rule for landmarks: give line, paragraph, sentence or every:N, such as every:10; "
-        "data.placement may also be uniform, periodic or none."
+        f"{rule!r} is no rule for landmarks: give line, paragraph, sentence or every:N, such as every:10."
     )
 
 
@@ -65,7 +65,12 @@ LandmarkRule = Annotated[str, AfterValidator(landmark_rule)]
 
 
 def _placement(name: str) -> str:
-    return name if name in get_args(Placement) else landmark_rule(name)
+    if name in get_args(Placement):
+        return name
+    try:
+        return landmark_rule(name)
+    except UserError as error:
+        raise UserError(f"{error} data.placement may also be uniform, periodic or none.") from error
 
 
 class _Settings(BaseModel):
@@ -157,11 +162,6 @@ class TrainingSettings(TrainerSettings):
                 "training.text_full_layers and text_full_heads need training.text_window: without one the model sees "
                 "all text"
             )
-        if self.decay_steps is not None and self.decay_steps < self.max_steps:
-            raise ValueError(
-                f"training.decay_steps is {self.decay_steps}, less than training.max_steps ({self.max_steps}): the "
-                "learning rate would rise again after it"
-            )
         if self.train_base and self.lora_rank:
             raise ValueError(
                 "training.train_base trains the whole base, and training.lora_rank adapters of it: give one of them"
@@ -181,7 +181,21 @@ class TrainingSettings(TrainerSettings):
         """
         if self.eval_steps is not None:
             return self.eval_steps
-        return min(self.max_steps, max(1, self.max_steps // 10, 2 * held_out // self.batch))
+        return min(
+            self.max_steps, max(1, self.max_steps // 10, math.ceil(2 * held_out / self.batch))
+        )
+
+    def check_decay(self, steps: int) -> None:
+        """Refuse a cosine that would rise again within a training of `steps`.
+
+        Raises:
+            ValueError: if it would.
+        """
+        if self.decay_steps is not None and self.decay_steps < steps:
+            raise ValueError(
+                f"training.decay_steps is {self.decay_steps}, less than the {steps} steps of the training: the "
+                "learning rate would rise again after it"
+            )
 
     @property
     def batch(self) -> int:
@@ -201,7 +215,14 @@ WITHOUT_EFFECT = {
     }
 }
 
-Range = tuple[Positive, Positive]
+
+def _ascending(ends: tuple[int, int]) -> tuple[int, int]:
+    if ends[0] > ends[1]:
+        raise ValueError(f"{ends[0]} to {ends[1]} is no range: give the smaller number first")
+    return ends
+
+
+Range = Annotated[tuple[Positive, Positive], AfterValidator(_ascending)]  # both ends included
 
 
 class CurriculumSettings(_Settings):
@@ -243,6 +264,11 @@ class PretrainRecipe(_Settings):
     model: ModelSettings = ModelSettings()
     training: TrainingSettings
 
+    @model_validator(mode="after")
+    def _rate_falls(self) -> "PretrainRecipe":
+        self.training.check_decay(self.training.max_steps)
+        return self
+
 
 class FinetuneRecipe(_Settings):
     """Settings of `metatokens finetune`."""
@@ -253,8 +279,14 @@ class FinetuneRecipe(_Settings):
     @model_validator(mode="after")
     def _steps_fit_the_lengths(self) -> "FinetuneRecipe":
         steps, lengths = self.task.train_steps, self.task.train_lengths
+        if list(lengths) != sorted(set(lengths)):
+            raise ValueError(
+                f"task.train_lengths are {list(lengths)}: each has to be longer than the one before"
+            )
         if steps is not None and len(steps) != len(lengths):
             raise ValueError(f"{len(steps)} task.train_steps for {len(lengths)} task.train_lengths")
+        # One schedule spans all train lengths.
+        self.training.check_decay(sum(self.train_steps))
         return self
 
     @model_validator(mode="after")
@@ -295,11 +327,6 @@ class FinetuneRecipe(_Settings):
         # One learning rate schedule spans all train lengths: a second warm-up would damage what the first one taught.
         total = sum(self.train_steps)
         horizon = self.training.decay_steps or total
-        if horizon < total:
-            raise UserError(
-                f"training.decay_steps is {horizon}, less than the {total} steps of all train lengths: the learning "
-                "rate would rise again after it."
-            )
         start = 0
         for length, steps in zip(self.task.train_lengths, self.train_steps, strict=True):
             settings = self.training.model_copy(update={"max_steps": steps, "decay_steps": horizon})
@@ -320,11 +347,19 @@ class CacheSettings(_Settings):
     )
     length: Positive = 4096  # tokens, at most the model's limit
     # The key-value heads that keep everything: pairs of a block and a head. None: those that need it most, which take
-    # four fifths of the share at most.
+    # four fifths of the share at most, or are a single one.
     full_heads: Heads | None = None
     number_of_full_heads: AtLeastZero | None = None  # to choose, in place of that number
     # Where meta-tokens are inserted, which are kept too; a rule for landmarks, see `Landmarks`.
     landmarks: LandmarkRule | None = None
+
+    @model_validator(mode="after")
+    def _names_heads_or_their_number(self) -> "CacheSettings":
+        if self.full_heads is not None and self.number_of_full_heads is not None:
+            raise ValueError(
+                "cache.full_heads and number_of_full_heads exclude each other: give one of them"
+            )
+        return self
 
 
 class MixtureSettings(_Settings):
@@ -360,6 +395,7 @@ class ShrinkRecipe(_Settings):
     @model_validator(mode="after")
     def _decides_window_and_batches(self) -> "ShrinkRecipe":
         training = self.training
+        training.check_decay(training.max_steps)
         if training.text_window is not None:
             raise ValueError(
                 "training.text_window is not for shrink: cache.keep decides the window"
@@ -374,10 +410,10 @@ class ShrinkRecipe(_Settings):
             )
         # The loss is a mean over the tokens that count. Prose has most of them, so in a sum of batches look-ups would
         # weigh little.
-        if training.per_device_train_batch_size * training.gradient_accumulation_steps != 1:
+        if training.batch != 1:
             raise ValueError(
-                "training.per_device_train_batch_size and gradient_accumulation_steps are 1 for shrink: mixture.tokens "
-                "decides the size of a batch"
+                "shrink runs in one process, with training.per_device_train_batch_size and gradient_accumulation_steps "
+                "of 1: mixture.tokens decides the size of a batch"
             )
         return self
 

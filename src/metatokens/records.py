@@ -76,6 +76,10 @@ class Record(BaseModel, extra="forbid"):
         return self.model_dump_json(exclude_defaults=True)
 
 
+# The `intervention` of a result whose questions saw the meta-tokens of their documents alone.
+ALONE = "landmarks_alone"
+
+
 class Subject(Record):
     """The subject of a figure: a model, its training, and the prompts."""
 

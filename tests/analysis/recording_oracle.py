@@ -66,5 +66,4 @@ def bare_example(ids: Sequence[int], answer: int = 5) -> Example:
         completion="!",
         input_ids=(*ids, answer, 0),
         answer_start=len(ids),
-        n_tokens=len(ids),
     )

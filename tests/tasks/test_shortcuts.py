@@ -175,7 +175,6 @@ def example_of(prompt, completion):
         completion=completion,
         input_ids=(),
         answer_start=0,
-        n_tokens=0,
     )
 
 

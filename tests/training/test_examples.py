@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from metatokens.tasks.example import Example
-from metatokens.training.examples import Collator, by_length, in_epochs
+from metatokens.training.examples import Collator, grouped_by_length, in_epochs
 
 META, END = 9, 0
 
@@ -20,7 +20,6 @@ def example(prompt: list[int], completion: list[int]) -> Example:
         completion="",
         input_ids=ids,
         answer_start=len(prompt),
-        n_tokens=len(prompt),
     )
 
 
@@ -65,7 +64,7 @@ def test_batches_hold_every_example_once_and_similar_lengths_together(count: int
     draw = np.random.default_rng(0)
     prompts, completions = draw.integers(1, 500, size=(2, count)).tolist()
     examples = [example([5] * prompts[i], [7] * completions[i]) for i in range(count)]
-    read = by_length(examples, batch=2, seed=0)
+    read = grouped_by_length(examples, batch=2, seed=0)
     assert Counter(map(id, read)) == Counter(map(id, examples))
     for start in range(0, count, 32):  # a window of 16 batches
         window = slice(start, start + 32)

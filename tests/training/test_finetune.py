@@ -95,6 +95,35 @@ def test_interrupted_phases_end_like_undisturbed_ones(
     assert result(tmp_path / "run") == result(tmp_path / "undisturbed")
 
 
+def test_a_phase_whose_model_was_damaged_ends_again_from_its_last_checkpoint(
+    model: Path, finetuning: Finetuning, tmp_path: Path
+) -> None:
+    run = partial(finetune, finetuning(LENGTHS), model, tmp_path / "run", task="parity")
+    run()
+    weights = tmp_path / "run/64/model.safetensors"
+    before = weights.read_bytes()
+    weights.write_bytes(before[:-1])
+    run()
+    assert weights.read_bytes() == before
+
+
+def test_more_lists_than_categories_are_refused(
+    model: Path, finetuning: Finetuning, tmp_path: Path
+) -> None:
+    recipe = finetuning("task.stages=[{lists: [19, 22], items: [1, 1], max_steps: 1}]")
+    with pytest.raises(UserError, match="has up to 22 lists, and there are 20 categories"):
+        finetune(recipe, model, tmp_path / "run", task="list_recall")
+
+
+def test_learned_positions_are_enough_for_answers_too(
+    small_model: Models, finetuning: Finetuning, tmp_path: Path
+) -> None:
+    short = small_model(position_embedding="learned", max_position_embeddings=64)
+    with pytest.raises(UserError, match="longer than the 64 learned positions"):
+        finetune(finetuning(), short, tmp_path / "run", task="list_recall")
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
+
+
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[Encoded]:
     """The examples that trainings read, in their order."""

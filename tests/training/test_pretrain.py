@@ -111,7 +111,7 @@ def test_the_held_out_loss_is_the_mean_over_the_text_of_held_out_blocks(
     assert figures_of(tmp_path / "run", "eval_loss") == [pytest.approx(expected, rel=ROUNDED)]
 
 
-@pytest.mark.parametrize(("batch", "every"), [(64, 2), (4, 23)])
+@pytest.mark.parametrize(("batch", "every"), [(64, 2), (60, 3), (4, 23)])
 def test_the_held_out_loss_is_measured_ten_times_or_less_often_in_a_short_run(
     batch: int, every: int, pretraining: Pretraining
 ) -> None:
@@ -120,7 +120,7 @@ def test_the_held_out_loss_is_measured_ten_times_or_less_often_in_a_short_run(
         "training.eval_steps=null",
         f"training.per_device_train_batch_size={batch}",
     )
-    # Training reads twice as many blocks in between.
+    # Training reads twice as many blocks in between, or more.
     assert settings.training.measured_every(64) == every
 
 
@@ -133,6 +133,25 @@ def test_a_held_out_split_shorter_than_a_block_is_not_measured_unless_it_is_aske
     pretrain(pretraining(*long, "training.eval_steps=null"), tmp_path / "long")
     assert "No held-out loss is measured: the held_out split of " in capsys.readouterr().err
     assert figures_of(tmp_path / "long", "eval_loss") == []
+
+
+def test_a_held_out_split_that_was_altered_ends_the_run(
+    pretraining: Pretraining, small_store: TokenStore, tmp_path: Path
+) -> None:
+    store = shutil.copytree(small_store.path, tmp_path / "store")
+    shard = next((store / "held_out").glob("*.bin"))
+    content = bytearray(shard.read_bytes())
+    content[0] ^= 1
+    shard.write_bytes(content)
+    for placement in ("uniform", "every:9"):
+        recipe = pretraining(
+            *ONE_STEP,
+            f"data.tokens={store}",
+            f"data.placement={placement}",
+            "training.eval_steps=null",
+        )
+        with pytest.raises(UserError, match="altered"):
+            pretrain(recipe, tmp_path / placement.replace(":", "-"))
 
 
 def test_progress_has_the_latest_figures(

@@ -35,7 +35,7 @@ from metatokens.errors import UserError
 from metatokens.model.wrappers import takes_wrapped
 from metatokens.records import About, AnalysisSplit, Measurement
 from metatokens.tasks.example import Example
-from metatokens.tasks.scoring import by_length
+from metatokens.tasks.scoring import batches_by_length
 
 BETAS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # the paper's
 CODE_SIZE = 32
@@ -145,7 +145,7 @@ def final_states(model: PreTrainedModel, examples: Sequence[Example]) -> dict[st
     decoder, _ = decoder_of(model)
     states_of_batches: list[Tensor] = []
     order: list[int] = []
-    for rows in by_length(lengths, TOKENS_A_BATCH):
+    for rows in batches_by_length(lengths, TOKENS_A_BATCH):
         # Padding is on the right, which causal attention never sees, so no mask is needed.
         ids = pad_sequence([prompts[row].ids for row in rows], batch_first=True)
         hidden = (

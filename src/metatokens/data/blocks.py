@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -20,6 +21,10 @@ from metatokens.errors import UserError
 
 STRETCHES = 2**20  # at most, in a text with landmarks; each takes one number of memory
 STRETCH = 1024  # tokens of text, at least
+
+
+class SplitTooShort(UserError):
+    """A split has not enough tokens for one block."""
 
 
 class BlockDataset:
@@ -52,13 +57,18 @@ class BlockDataset:
         A rule reads the whole split once, about eight million tokens a second, and does not use `fraction`.
 
         Raises:
-            UserError: if the split is shorter than a block or has no landmark, the fraction is too small for one
-                meta-token a block, or a setting is out of its range.
+            SplitTooShort: if the split is shorter than a block.
+            UserError: if it has no landmark, the fraction is too small for one meta-token a block, or a setting is out
+                of its range.
         """
         text = store.tokens(split)
         source = f"the {split} split of {store.path}"
+        self._meta_token_id = meta_token_id(store.tokenizer)
         self._window_size = block_size
         self._tokens: TokenSequence | _TextWithLandmarks = text
+        self._insert: Callable[..., tuple[Ids, Ids]] | None = (
+            None  # with a rule the text has its meta-tokens
+        )
         if placement in PLACEMENTS:
             count = meta_token_count(block_size, fraction, placement)
             if fraction and placement != "none" and not count:
@@ -66,24 +76,24 @@ class BlockDataset:
                     f"a block of {block_size} with a fraction {fraction} of meta-tokens has none of them."
                 )
             self._window_size -= count
+            self._insert = partial(
+                insert_meta_tokens,
+                meta_token_id=self._meta_token_id,
+                block_size=block_size,
+                fraction=fraction,
+                placement=placement,
+            )
         else:
             self._tokens = _TextWithLandmarks(text, Landmarks(store.tokenizer, placement))
             if len(self._tokens) == len(text):
                 raise UserError(f"the rule {placement} inserts no meta-token into {source}.")
         self._windows = len(self._tokens) // self._window_size
         if not self._windows:
-            raise UserError(
+            raise SplitTooShort(
                 f"{source} has {len(self._tokens)} tokens, too few for one block of {block_size}."
             )
         self.epochs = epochs
         self._seed = seed
-        self._insert = partial(
-            insert_meta_tokens,
-            meta_token_id=meta_token_id(store.tokenizer),
-            block_size=block_size,
-            fraction=fraction,
-            placement=placement,
-        )
 
     def __len__(self) -> int:
         return self.epochs * self._windows
@@ -93,8 +103,8 @@ class BlockDataset:
         window = shuffled(index_in_epoch, self._windows, f"{self._seed} {epoch}")
         start = window * self._window_size
         input_ids = self._tokens[start : start + self._window_size]
-        if isinstance(self._tokens, _TextWithLandmarks):
-            labels = labels_of(input_ids, self._tokens.landmarks.meta_token_id)
+        if self._insert is None:
+            labels = labels_of(input_ids, self._meta_token_id)
         else:
             generator = np.random.default_rng([self._seed, epoch, window])
             input_ids, labels = self._insert(input_ids, generator=generator)

@@ -119,11 +119,11 @@ class Manifest(StoreRecord):
     def sealed(self) -> bytes:
         """The manifest's text with its checksum."""
         assert not self.sha256
-        text = self.model_dump_json(indent=2).encode() + b"\n"
-        return (
-            self.model_copy(update={"sha256": sha256_of(text)}).model_dump_json(indent=2).encode()
-            + b"\n"
-        )
+        sealed = self.model_copy(update={"sha256": sha256_of(self._text())})
+        return sealed._text()
+
+    def _text(self) -> bytes:
+        return self.model_dump_json(indent=2).encode() + b"\n"
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":

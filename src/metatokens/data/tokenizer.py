@@ -128,11 +128,11 @@ def control_texts(backend: Tokenizer) -> dict[int, str]:
 
 @lru_cache(maxsize=8)
 def _copy_of_backend(
-    tokenizer: PreTrainedTokenizerBase, size: int, continues: bool, in_chat: bool
+    tokenizer: PreTrainedTokenizerBase, size: int, continues: bool, with_control: bool
 ) -> Tokenizer:
     """The backend of a tokenizer with `size` entries, changed so that text stays text.
 
-    In the text of a chat the control tokens are recognised, except for the meta-token. An earlier call of the tokenizer
+    `with_control`, the control tokens are recognised, except for the meta-token. An earlier call of the tokenizer
     may have left truncation and padding in the original.
     """
     settings = json.loads(backend_of(tokenizer).to_str()) | {
@@ -144,11 +144,10 @@ def _copy_of_backend(
             part: _without_prefix(settings[part]) for part in ("normalizer", "pre_tokenizer")
         }
     backend = Tokenizer.from_str(json.dumps(settings))
-    backend.encode_special_tokens = True  # as text
-    hidden = [tokenizer.meta_token] if in_chat else _control_in_vocabulary(backend)
+    hidden = [tokenizer.meta_token] if with_control else _control_in_vocabulary(backend)
     if hidden:
         backend = Tokenizer.from_str(json.dumps(_hiding(settings, hidden)))
-    backend.encode_special_tokens = not in_chat
+    backend.encode_special_tokens = not with_control  # as text
     return backend
 
 
@@ -157,6 +156,7 @@ def _control_in_vocabulary(backend: Tokenizer) -> list[str]:
 
     The unknown token is none: it stands for text.
     """
+    backend.encode_special_tokens = True
     unknown = getattr(backend.model, "unk_token", None)
     reached: list[str] = []
     for number, text in control_texts(backend).items():

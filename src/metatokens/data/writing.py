@@ -20,7 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 from pydantic import ValidationError
@@ -167,38 +167,42 @@ def _write_store(
 ) -> None:
     """Write the store of a folder, or what is missing of it, while no other process writes it."""
     staging = out / STAGING
-    begun_with = _settings_of(staging)
-    if begun_with is not None and not overwrite:
-        _check_same(settings, begun_with, f"{out} holds an unfinished token store")
-    if begun_with != settings or _has_other_text(staging, settings.corpus):
-        _begin(staging, settings, extra_texts)
-    if not (staging / MANIFEST).exists():
-        _finish(staging, workers)
+    begun = _begun(staging)
+    if begun is not None and not overwrite:
+        _check_same(settings, begun.settings, f"{out} holds an unfinished token store")
+    is_complete = isinstance(begun, Manifest) and begun.settings == settings
+    if not is_complete:
+        plan = begun if _goes_on(begun, settings) else _begin(staging, settings, extra_texts)
+        _finish(staging, plan, workers)
     _move_into_place(staging, out)
 
 
-def _settings_of(staging: Path) -> StoreSettings | None:
-    """The settings of the unfinished store in a folder; None if there is none that can be continued."""
+def _begun(staging: Path) -> Plan | Manifest | None:
+    """The manifest of a complete store that was being moved into place, or the plan of one without all its shards.
+
+    None: there is no store that can be continued.
+    """
     try:
-        if (staging / MANIFEST).exists():  # it was being moved into place
-            return Manifest.read(staging).settings
+        if (staging / MANIFEST).exists():
+            return Manifest.read(staging)
         if (staging / SPLITS[0]).exists():  # the first to be moved
-            return Plan.model_validate_json((staging / PLAN).read_bytes()).settings
+            return Plan.model_validate_json((staging / PLAN).read_bytes())
     except (FileNotFoundError, ValidationError, UserError):
         pass
     return None
 
 
-def _has_other_text(staging: Path, corpus: str) -> bool:
-    """Whether the corpus has changed since the store was begun, while shards are missing."""
-    if (staging / MANIFEST).exists():
-        return False
-    plan = Plan.model_validate_json((staging / PLAN).read_bytes())
-    return plan.parts != tuple(corpus_parts(corpus))
+def _goes_on(begun: Plan | Manifest | None, settings: StoreSettings) -> TypeGuard[Plan]:
+    """Whether it is a plan with these settings, whose corpus has not changed since."""
+    return (
+        isinstance(begun, Plan)
+        and begun.settings == settings
+        and begun.parts == tuple(corpus_parts(settings.corpus))
+    )
 
 
-def _begin(staging: Path, settings: StoreSettings, extra_texts: Iterable[str]) -> None:
-    """Make `staging` a store without shards: the tokenizer and the plan."""
+def _begin(staging: Path, settings: StoreSettings, extra_texts: Iterable[str]) -> Plan:
+    """Make `staging` a store without shards: the tokenizer and the plan, which is returned."""
     plan = Plan(
         settings=settings,
         parts=tuple(corpus_parts(settings.corpus)),
@@ -213,6 +217,7 @@ def _begin(staging: Path, settings: StoreSettings, extra_texts: Iterable[str]) -
     with library_writes(staging):
         tokenizer.save_pretrained(staging / TOKENIZER)
     write_whole(staging / PLAN, plan.model_dump_json().encode())
+    return plan
 
 
 def _first_documents(corpus: str) -> tuple[str, ...]:
@@ -227,9 +232,8 @@ def _first_documents(corpus: str) -> tuple[str, ...]:
     return tuple(checksums)
 
 
-def _finish(staging: Path, workers: int) -> None:
+def _finish(staging: Path, plan: Plan, workers: int) -> None:
     """Write the missing shards of the store in `staging`, and its manifest."""
-    plan = Plan.model_validate_json((staging / PLAN).read_bytes())
     tokenizer = load_tokenizer(str(staging / TOKENIZER))
     _write_parts(Work(staging, plan, tokenizer), workers)
     records = sorted(staging.glob("done/*.json"))  # in the order of the corpus

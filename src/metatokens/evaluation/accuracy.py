@@ -10,11 +10,11 @@ from metatokens.decoder import measure_cache_share
 from metatokens.evaluation.intervals import clustered_interval, share_fields
 from metatokens.model.positions import reaches
 from metatokens.model.wrappers import takes_wrapped
-from metatokens.records import About, Metric, Result, pack_hits
+from metatokens.records import ALONE, About, Metric, Result, pack_hits
 from metatokens.tasks import module_of
 from metatokens.tasks.curriculum import TaskData
 from metatokens.tasks.example import Encoded, Example
-from metatokens.tasks.landmarks_alone import ALONE, LandmarksAlone
+from metatokens.tasks.landmarks_alone import LandmarksAlone
 from metatokens.tasks.scoring import score
 from metatokens.tasks.shortcuts import answers
 

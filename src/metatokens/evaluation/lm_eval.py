@@ -173,17 +173,18 @@ class MetaTokensLM(HFLM):
         The ids that the tokenizer puts before a text come first, unless `add_bos_token` or `add_special_tokens` is
         False. A chat template writes them itself.
         """
-        usual = beginning_of(self.tokenizer)
-        beginning = {None: self._beginning, True: usual, False: []}[add_special_tokens]
+        ids = self._encode_whole(string, add_special_tokens)
+        return ids[-left_truncate_len:] if left_truncate_len else ids
+
+    def _encode_whole(self, text: str, add_special_tokens: bool | None) -> list[int]:
+        """The same without truncation."""
         if self._is_chat:
-            ids = encode_chat(self.tokenizer, string, self.marker)
-            beginning = []
-        else:
-            ids = encode_prompt(self.tokenizer, string, () if self.marker is None else self.marker)[
-                len(usual) :
-            ]
-        whole = [*beginning, *ids]
-        return whole[-left_truncate_len:] if left_truncate_len else whole
+            return encode_chat(self.tokenizer, text, self.marker)
+        ids = encode_prompt(self.tokenizer, text, () if self.marker is None else self.marker)
+        usual = beginning_of(self.tokenizer)
+        if add_special_tokens is None:
+            return [*self._beginning, *ids[len(usual) :]]
+        return ids if add_special_tokens else ids[len(usual) :]
 
     def tok_batch_encode(
         self,

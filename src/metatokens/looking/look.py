@@ -123,7 +123,8 @@ def prompt_ids(
     is_text = ids != meta_token_id(tokenizer)
     if not is_text.any():
         raise UserError("the prompt has no text.")
-    ids = ids if _meta_token(model) is not None else ids[is_text]
+    if getattr(model.config, "meta_token_id", None) is None:
+        ids = ids[is_text]
     longest = _longest_prompt(model, limit)
     if len(ids) > longest:
         raise UserError(f"the prompt has {len(ids):,} tokens; at most {longest:,} can be shown.")
@@ -170,10 +171,6 @@ def _longest_prompt(model: PreTrainedModel, limit: int) -> int:
     """The most tokens that a prompt may have: the limit, or the positions of a learned table."""
     has_table = position_embedding_of(model) == "learned"
     return min(limit, learned_positions(model.config)) if has_table else limit
-
-
-def _meta_token(model: PreTrainedModel) -> int | None:
-    return getattr(model.config, "meta_token_id", None)
 
 
 def _next_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -31,6 +31,7 @@ _NAME = re.compile(
     r"(no_pos|no_embed|neither)|(noise):(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(:meta)?(:raw)?"
 )
 
+NOISE_SEED = 0
 KINDS = ("no_pos", "no_embed", "neither", "noise")
 
 
@@ -104,9 +105,7 @@ class Intervention:
 
 
 @contextmanager
-def intervene(
-    model: PreTrainedModel, intervention: Intervention | None, *, seed: int = 0
-) -> Iterator[None]:
+def intervene(model: PreTrainedModel, intervention: Intervention | None) -> Iterator[None]:
     """Run a model with an intervention, in `generate()` too, as long as the context lasts.
 
     Keys that are cached meanwhile keep it. Contexts can be nested: the inner one changes what the outer one left.
@@ -114,9 +113,9 @@ def intervene(
     Args:
         model: of this package, or for `no_embed` any other with a meta-token; left as it was. It has to be called with
             `input_ids`.
-        intervention: what to do; None does nothing.
-        seed: of the noise. The noise of position t is row t of `numpy.random.default_rng(seed).standard_normal((T,
-            width))` in float32, for any T, so it depends neither on the batch nor on what is cached.
+        intervention: what to do; None does nothing. The noise of position t is row t of
+            `numpy.random.default_rng(0).standard_normal((T, width))` in float32, for any T, so it depends neither on
+            the batch nor on what is cached.
 
     Raises:
         UserError: if the model lacks the positions or the meta-token that the intervention changes, is wrapped, or is
@@ -128,7 +127,7 @@ def intervene(
     if unwrapped(model) is not model:  # a compiled graph does not run hooks that come later
         raise UserError("interventions change the model itself: give it without its wrapper.")
     _check(intervention, model)
-    hooks = _Hooks(intervention, model.config.meta_token_id, seed)
+    hooks = _Hooks(intervention, model.config.meta_token_id)
     with ExitStack() as stack:
         stack.enter_context(model.register_forward_pre_hook(_check_inputs, with_kwargs=True))
         stack.enter_context(model.get_input_embeddings().register_forward_hook(hooks.on_embedding))
@@ -166,10 +165,10 @@ def _check_inputs(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, An
 class _Hooks:
     """Hooks, which change what the embedding (always called first), the learned table and the rotary module return."""
 
-    def __init__(self, intervention: Intervention, meta_token_id: int | None, seed: int):
+    def __init__(self, intervention: Intervention, meta_token_id: int | None):
         self.intervention = intervention
         self.meta_token_id = -1 if meta_token_id is None else meta_token_id
-        self.generator = np.random.default_rng(seed)
+        self.generator = np.random.default_rng(NOISE_SEED)
         self.rows: np.ndarray | None = None  # the noise of each position, (positions, width)
         self.is_changed: Tensor  # (batch, length, 1), in the current forward pass
 

@@ -2,8 +2,9 @@
 
 `stages` lists them in the order in which they run: task by task, and within a task model by model, so that a run that
 is cut short has compared all models on its first task. A model is pretrained right before its first task. A stage only
-describes work: its method of `Runner` (runner.py) does it. Corpus, book and tokenizer are the run's. All else that its
-result depends on is in its options, which the run log compares when a run goes on.
+describes work: its method of `Runner` (runner.py) does it. Corpus, book, tokenizer and the blocks of the
+pretraining are the run's. All else that its result depends on is in its options, which the run log compares when a run
+goes on.
 """
 
 from collections.abc import Iterator

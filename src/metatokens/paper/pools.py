@@ -37,7 +37,9 @@ class ProcessPool:
     def __init__(self, runner: Runner, size: int | None = None):
         self.runner, self.size = runner, size or len(gpus()) or available_cores()
         context = worker_context(__name__)
-        self._reports, self._gpus = context.Queue(), context.Queue()
+        self._others = set(multiprocessing.active_children())
+        self._reports = context.Queue()
+        self._gpus = context.Queue()
         for gpu in islice(cycle(gpus() or [None]), self.size):
             self._gpus.put(gpu)
         workers_get = (self._reports, self._gpus)
@@ -49,7 +51,7 @@ class ProcessPool:
 
     def __exit__(self, kind: type | None, *error: object) -> None:
         if kind is not None:  # do not wait for stages that take minutes
-            for process in multiprocessing.active_children():
+            for process in {*multiprocessing.active_children()} - self._others:
                 process.terminate()
         self._pool.shutdown()
 
@@ -84,10 +86,10 @@ class ProcessPool:
 _reports: Any = None  # in a worker process: the queue for reports of progress
 
 
-def _start_worker(reports: Any, left: Any) -> None:
+def _start_worker(reports: Any, free_gpus: Any) -> None:
     global _reports
     _reports = reports
-    gpu = left.get()
+    gpu = free_gpus.get()
     if gpu is not None:  # workers that see several GPUs would all use the first
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     end_with_parent()

@@ -59,7 +59,9 @@ def _preset(block: Fields) -> Preset:
 def _inspection(method: str, *, models: list[Fields], **fields: Any) -> Inspection:
     """An inspection; what is none of its fields is an option of its method."""
     shared = {name: fields.pop(name) for name in ("tables", "tasks") if name in fields}
-    kind = fields["kind"] if method == "analyze" else fields.pop("kind")
+    kind = fields.pop("kind")
+    if method == "analyze":  # which takes it too
+        fields["kind"] = kind
     names = tuple(_names_of(models))
     return Inspection(method=method, kind=kind, models=names, options=fields, **shared)
 
@@ -76,19 +78,20 @@ def _models(
     *,
     models: list[str],
     seeds: Sequence[int] = (0,),
+    variant: str = "",
     variants: dict[str, Fields] | None = None,
     shares_pretraining: bool = False,
     **fields: Any,
 ) -> Iterator[TrainedModel]:
     """The models that a grid stands for."""
-    changes_by_variant = variants or {fields.pop("variant", ""): {}}
-    for seed, model, variant in product(seeds, models, changes_by_variant):
+    changes_by_variant = variants or {variant: {}}
+    for seed, model, name in product(seeds, models, changes_by_variant):
         plain = TrainedModel(model=model, seed=seed)
         yield replace(
             plain,
-            variant=variant,
+            variant=name,
             pretrained_as=plain.name if shares_pretraining else None,
-            **fields | changes_by_variant[variant],
+            **fields | changes_by_variant[name],
         )
 
 

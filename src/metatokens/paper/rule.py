@@ -1,13 +1,16 @@
 """The rule that gives a claim its verdict; docs/paper_map.md, "Verdicts", has the reason for each choice.
 
 1. A claim is one number: the difference that it predicts, averaged over the settings that it names, each task weighted
-   alike. A setting is left out where both sides guess (means at most 5 points above guessing) or, for a gain, both
-   exceed 98 %.
+   alike. `claims.py` chooses the settings. One is left out where both sides guess (means at most 5 points above
+   guessing) or, for a gain, both exceed 98 %.
 2. Its 95 % interval takes each seed as one observation: a side's scores are averaged over tasks first, then compared by
    Welch's t. The draw of the test prompts is added. A side with fewer than three runs has no interval.
 3. The first verdict that fits is given. **Within 5 points**: the interval lies within 5 points of 0. **Supported**: it
    lies above 0. **Reversed**: it lies below 0. **No lead of 5 points**: it lies below 5. **Inconclusive**: all else.
-   `claims.py` chooses the settings, and leaves some out.
+4. A claim that nothing is lost is **supported** if the interval lies above -5 points, and one that keeps a bound if it
+   lies above the bound. Below it, they are **contradicted**.
+5. A claim about every task is supported if each task's interval supports it, and ruled out if one task's does at a
+   level corrected for their number.
 
 The rule was written before the experiment ran. Two things were decided afterwards: that seeds are the observations, and
 the words of the verdicts.

@@ -2,7 +2,8 @@
 
 A task is a module of this folder, whose name is in `metatokens.recipe.Task`. It defines
 
-- `draw(generator, m, n, asked, split)`, the `Content` of one example, or None if that is in another split;
+- `draw(generator, m, n, asked, split)`, the `Content` of one example, or None if that is in another split; `copying`
+  has it as a method of `Excerpts`, which hold the documents;
 - `QUESTIONS`, texts for a tokenizer to be trained on;
 - `CHANCE`, the exact match of a blind guess among the answers that a question allows; None where their number varies;
 - `rules(condition)` and `TABLES`, what answers prompts without doing the task (see `metatokens.tasks.shortcuts`).

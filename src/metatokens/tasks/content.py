@@ -51,7 +51,8 @@ class Content:
     decoy_repeated: Sequence[str] | None = None
     """Replaces `repeated` in condition `decoy`, whose gaps are then those of `pieces` and of this."""
     landmarks: tuple[int, ...]
-    """Gaps of the meta-tokens that do not depend on the question: one after each line."""
+    """Gaps of the meta-tokens that do not depend on the question: one after each line, in parity and copying after
+    every few bits or words."""
     question: str
     decoy_question: str | None = None
     """Replaces `question` in condition `decoy`."""

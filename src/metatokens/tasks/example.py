@@ -58,8 +58,11 @@ class Example(Encoded):
     """The character offsets in `prompt` at which ` _PAUSE_` is a meta-token."""
     completion: str
     input_ids: tuple[int, ...]
-    n_tokens: int
-    """The prompt's length in tokens, meta-tokens included."""
+
+    @property
+    def n_tokens(self) -> int:
+        """The prompt's length in tokens, meta-tokens included."""
+        return self.answer_start
 
     def to_record(self) -> dict[str, Any]:
         """The fields of the example's line, in their order."""
@@ -78,7 +81,6 @@ def encode_example(
         completion=completion,
         input_ids=(*prompt_ids, *encoder.encode_text(completion, True), encoder.eos_token_id),
         answer_start=len(prompt_ids),
-        n_tokens=len(prompt_ids),
         **fields,
     )
 

@@ -16,8 +16,6 @@ from metatokens.errors import UserError
 from metatokens.tasks.content import OPENING
 from metatokens.tasks.example import Encoded
 
-ALONE = "landmarks_alone"  # the `intervention` in a result with these masks
-
 
 class LandmarksAlone:
     """The masks of a task's examples, for a model and its tokenizer.

@@ -14,7 +14,7 @@ from metatokens.tasks.example import Encoded
 from metatokens.tasks.landmarks_alone import LandmarksAlone
 
 
-def by_length(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
+def batches_by_length(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
     """Batches of the indices of `lengths`, in ascending order of length, so that little of a batch is padding.
 
     Args:
@@ -55,7 +55,7 @@ def score(
     tokens_a_batch = 16_384 if model.device.type == "cuda" else 4_096
     exact = [False] * len(examples)
     tokens = [0] * len(examples)
-    for rows in by_length(lengths, tokens_a_batch):
+    for rows in batches_by_length(lengths, tokens_a_batch):
         hits_of_rows = _hits(model, [examples[row] for row in rows], alone)
         for row, hits in zip(rows, hits_of_rows, strict=True):
             exact[row] = bool(hits.all())

@@ -13,6 +13,7 @@ from statistics import multimode
 
 from metatokens.records import split_at
 from metatokens.tasks import module_of
+from metatokens.tasks.content import OPENING
 from metatokens.tasks.example import Example
 
 MARK = "\x00"  # stands for a meta-token in a prompt's text
@@ -28,12 +29,12 @@ class ParsedPrompt:
     @cached_property
     def text(self) -> str:
         """The context, with a mark for each meta-token."""
-        return f" {MARK}".join(self.segments[:-1]).rpartition("\nQ: ")[0]
+        return f" {MARK}".join(self.segments[:-1]).rpartition(f"{OPENING} ")[0]
 
     @cached_property
     def question(self) -> str:
         """The question, without what introduces it."""
-        return self.segments[-2].rpartition("\nQ: ")[2]
+        return self.segments[-2].rpartition(f"{OPENING} ")[2]
 
     @cached_property
     def lines(self) -> list[list[str]]:

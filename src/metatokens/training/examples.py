@@ -14,9 +14,11 @@ from metatokens.recipe import FinetuneRecipe, Phase
 from metatokens.tasks.curriculum import TaskData
 from metatokens.tasks.drills import draw_drill
 from metatokens.tasks.example import Encoded
+from metatokens.tasks.inventory import INVENTORY
 from metatokens.tasks.landmarks_alone import LandmarksAlone
 from metatokens.tasks.phases import Sizes
 
+LISTS_OF_CATEGORIES = {"list_recall", "segment_counting"}  # tasks whose lists have a category each
 WINDOW = 16  # batches that are sorted by length together
 
 
@@ -33,7 +35,7 @@ def in_epochs(
     ]
 
 
-def by_length(examples: Sequence[Encoded], *, batch: int, seed: int) -> list[Encoded]:
+def grouped_by_length(examples: Sequence[Encoded], *, batch: int, seed: int) -> list[Encoded]:
     """The same examples, reordered so that a batch holds similar lengths and little padding.
 
     The examples of every `WINDOW` batches are sorted by length, completions included, and cut into batches, which come
@@ -74,6 +76,12 @@ def train_source(
     """The task, from which a recipe's examples are drawn."""
     if task != "segment_counting" and any(stage.bracket_loss for stage in recipe.task.stages):
         raise UserError(f"bracket_loss works with segment_counting alone, not with {task}.")
+    for stage in recipe.task.stages:
+        most = len(INVENTORY)
+        if task in LISTS_OF_CATEGORIES and not stage.drill and stage.lists[1] > most:
+            raise UserError(
+                f"a stage of {task} has up to {stage.lists[1]} lists, and there are {most} categories."
+            )
     return TaskData(
         task,
         tokenizer=tokenizer,

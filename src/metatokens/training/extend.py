@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from metatokens.checkpoint import load_model, weights_sha256
@@ -66,7 +67,7 @@ def extend(
     )
 
 
-def apply_yarn(model: MetaGPT2ForCausalLM, factor: float, original_length: int) -> None:
+def apply_yarn(model: PreTrainedModel, factor: float, original_length: int) -> None:
     """Give both attentions of a model the rotary tables of YaRN (Peng et al., 2023), in place; its weights stay.
 
     A frequency that turns more than `beta_fast` times within the original length stays the same. One that turns less

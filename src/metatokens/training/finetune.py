@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from metatokens.checkpoint import MANIFEST, load_model, weights_sha256
+from metatokens.checkpoint import load_model, weights_sha256
 from metatokens.data.tokenizer import check_meta_token, load_tokenizer
 from metatokens.errors import UserError
 from metatokens.files import sha256_of
@@ -17,14 +17,14 @@ from metatokens.tasks.example import Encoded, read_examples, records_sha256
 from metatokens.tasks.landmarks_alone import LandmarksAlone
 from metatokens.training.examples import (
     Collator,
-    by_length,
     drawing,
+    grouped_by_length,
     in_epochs,
     train_examples,
     train_source,
 )
 from metatokens.training.probe import Probe
-from metatokens.training.run_folder import open_run
+from metatokens.training.run_folder import is_finished, open_run
 from metatokens.training.trainer import Figures, Progress, train, unwatched
 
 # Returns the probe of a model that is about to be trained in a phase; None: nothing is measured.
@@ -113,18 +113,22 @@ def _train_phases(
     probe: Probing | None,
 ) -> bool:
     """Train the phases that no earlier run has finished; return whether there was one."""
-    is_trained, steps_before = False, 0
+    is_trained = False
+    steps_before = 0
     total = sum(phase.settings.max_steps for phase in source.phases)
     for phase in source.phases:
-        folder, settings = out / phase.name, phase.settings
-        if (folder / MANIFEST).exists():
+        folder = out / phase.name
+        settings = phase.settings
+        if is_finished(folder):
             model = load_model(folder)
         else:
             folder.mkdir(exist_ok=True)
+            examples = source.read(phase)
+            check_length(model.config, max(len(example.input_ids) for example in examples))
             set_seed(settings.seed)
             train(
                 model,
-                by_length(source.read(phase), batch=settings.batch, seed=settings.seed),
+                grouped_by_length(examples, batch=settings.batch, seed=settings.seed),
                 tokenizer,
                 settings,
                 folder,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from metatokens.errors import UserError
 from metatokens.model.modeling import MetaGPT2ForCausalLM
@@ -15,7 +16,7 @@ _JUMPING = 0.5  # share of the sequences that have a jump
 
 
 @contextmanager
-def position_jumps(model: MetaGPT2ForCausalLM, limit: int | None) -> Iterator[None]:
+def position_jumps(model: PreTrainedModel, limit: int | None) -> Iterator[None]:
     """Within the context, each training step gives its sequences the positions that `jumped_positions` draws.
 
     Evaluation mode keeps plain positions. The positions are drawn from torch's generator, whose state Trainer saves in
@@ -26,7 +27,7 @@ def position_jumps(model: MetaGPT2ForCausalLM, limit: int | None) -> Iterator[No
         limit: all positions are below it; None: no jumps.
 
     Raises:
-        UserError: if the model has fewer learned positions than `limit`.
+        UserError: if the model has fewer learned positions than `limit`, or no positions.
     """
     if limit is None:
         yield
@@ -35,7 +36,7 @@ def position_jumps(model: MetaGPT2ForCausalLM, limit: int | None) -> Iterator[No
     if model.config.position_embedding == "none":
         raise UserError("training.position_jumps has no effect in a model without position ids.")
 
-    def draw(module: MetaGPT2ForCausalLM, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def draw(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not module.training:
             return None
         ids = args[0] if args else kwargs["input_ids"]

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from metatokens.checkpoint import fetch_model, load_model, weights_sha256
-from metatokens.data.blocks import BlockDataset
+from metatokens.data.blocks import BlockDataset, SplitTooShort
 from metatokens.data.store import StoreSplit, TokenStore
 from metatokens.data.tokenizer import (
     load_tokenizer,
@@ -64,29 +64,25 @@ def pretrain(
     Raises:
         UserError: if the settings do not fit the data, the checkpoint or the folder.
     """
+    if init is None and recipe.training.lora_rank:
+        raise UserError("training.lora_rank needs a trained model: give --init.")
     store = open_store(recipe)
     set_seed(recipe.training.seed)
     model: Any
-    if init is None and recipe.training.lora_rank:
-        raise UserError("training.lora_rank needs a trained model: give --init.")
     if init is not None:
         model = load_model(init)
         recipe = recipe.model_copy(update={"model": model_settings(model.config)})
-        trains_base = recipe.training.train_base or recipe.training.lora_rank
-        if isinstance(model, MetaModel) and not trains_base and is_first_process():
-            print(
-                "only what was added to the base is trained; training.train_base=true trains all.",
-                file=sys.stderr,
-            )
-    elif recipe.model.architecture == "gpt_neo":
-        model = new_gpt_neo(_config(recipe, store.tokenizer), store.tokenizer)
-        # The base is untrained too.
-        training = recipe.training.model_copy(update={"train_base": True})
-        recipe = recipe.model_copy(update={"training": training})
     else:
-        config = _config(recipe, store.tokenizer)
-        check_memory(config)
-        model = MetaGPT2ForCausalLM(config)
+        model = _new_model(recipe, store.tokenizer)
+        if isinstance(model, MetaModel):  # its base is untrained too
+            training = recipe.training.model_copy(update={"train_base": True})
+            recipe = recipe.model_copy(update={"training": training})
+    trains_base = recipe.training.train_base or recipe.training.lora_rank
+    if isinstance(model, MetaModel) and not trains_base and is_first_process():
+        print(
+            "only what was added to the base is trained; training.train_base=true trains all.",
+            file=sys.stderr,
+        )
     run = {"verb": "pretrain", "init_sha256": None if init is None else weights_sha256(init)}
     return train_on_blocks(
         model, recipe, store, out, run=run, init=init, overwrite=overwrite, progress=progress
@@ -159,6 +155,15 @@ def train_on_blocks(
     return not is_finished
 
 
+def _new_model(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The untrained model that a recipe asks for."""
+    config = _config(recipe, tokenizer)
+    if recipe.model.architecture == "gpt_neo":
+        return new_gpt_neo(config, tokenizer)
+    check_memory(config)
+    return MetaGPT2ForCausalLM(config)
+
+
 def new_gpt_neo(config: MetaGPT2Config, tokenizer: PreTrainedTokenizerBase) -> Any:
     """An untrained GPT-Neo of transformers with a meta-token (paper, section 4.1), in the sizes of a configuration.
 
@@ -197,13 +202,15 @@ def new_gpt_neo(config: MetaGPT2Config, tokenizer: PreTrainedTokenizerBase) -> A
     return add_meta_attention(GPTNeoForCausalLM(base), tokenizer, layers=[], freeze=False)
 
 
-def model_settings(config: MetaGPT2Config | GPTNeoConfig) -> ModelSettings:
-    """The section `model` of a recipe that would make such a model."""
+def model_settings(config: Any) -> ModelSettings:
+    """The section `model` of a recipe that would make such a model; of other bases, what it can say of them."""
     fields = {
         name: getattr(config, name) for name in ModelSettings.model_fields if hasattr(config, name)
     }
+    if hasattr(config, "meta_attention"):
+        fields["second_attention"] = "meta" if config.meta_attention["layers"] else "none"
     if isinstance(config, GPTNeoConfig):
-        fields |= {"architecture": "gpt_neo", "second_attention": "none"}
+        fields["architecture"] = "gpt_neo"
     return ModelSettings.model_construct(**fields)
 
 
@@ -220,7 +227,7 @@ def _probe(recipe: PretrainRecipe, store: TokenStore) -> Probe | None:
         return None
     try:
         blocks = _blocks(recipe, store, "held_out")
-    except UserError as error:  # the split is shorter than a block
+    except SplitTooShort as error:
         if settings.eval_steps is not None:
             raise
         if is_first_process():

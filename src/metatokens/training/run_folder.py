@@ -61,14 +61,14 @@ def open_run(
                 _prepare(out, settings, overwrite)
             else:
                 _wait_for_settings(out)
-            yield _is_finished(out)
+            yield is_finished(out)
         except OSError as error:
             raise UserError(
                 f"the run in {out} stopped: {error}; the same command resumes it."
             ) from error
 
 
-def _is_finished(out: Path) -> bool:
+def is_finished(out: Path) -> bool:
     """Whether a folder holds a whole model, and no damaged one."""
     if not (out / MANIFEST).exists():
         return False

@@ -3,9 +3,9 @@
 from metatokens.looking.style import readable
 from metatokens.paper.frame import select
 from metatokens.paper.report.make_table import Cell
-from metatokens.paper.report.tables import ALONE, Tables
+from metatokens.paper.report.tables import Tables
 from metatokens.paper.report.text import CONTENT, PERCENT, listed, number, ordered, words
-from metatokens.records import ExampleRecord
+from metatokens.records import ALONE, ExampleRecord
 from metatokens.tasks.content import OPENING
 
 

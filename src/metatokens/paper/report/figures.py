@@ -33,8 +33,9 @@ from metatokens.paper.claims import ClaimResult
 from metatokens.paper.frame import distortions, learning_curves, select, trained_to
 from metatokens.paper.report.make_table import Cell
 from metatokens.paper.report.paper_numbers import paper_table
-from metatokens.paper.report.tables import ALONE, Tables
+from metatokens.paper.report.tables import Tables
 from metatokens.paper.report.text import FORMS, PERCENT, Form, listed, number, ordered, words
+from metatokens.records import ALONE
 
 LOOKS = {
     "supported": ("#0072b2", ">"),

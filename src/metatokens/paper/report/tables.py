@@ -13,8 +13,6 @@ from metatokens.paper.report.make_table import Fields, Table, labelled, make_tab
 from metatokens.paper.report.paper_numbers import paper_table
 from metatokens.paper.report.text import CONTENT, FORMS, PERCENT, ordered, words
 
-ALONE = "landmarks_alone"  # an intervention
-
 
 class Layout(BaseModel):
     """What `content.yaml`, which explains the fields, says of a table."""
