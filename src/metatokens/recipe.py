@@ -189,12 +189,12 @@ class TrainingSettings(TrainerSettings):
         """Refuse a cosine that would rise again within a training of `steps`.
 
         Raises:
-            ValueError: if it would.
+            UserError: if it would.
         """
         if self.decay_steps is not None and self.decay_steps < steps:
-            raise ValueError(
+            raise UserError(
                 f"training.decay_steps is {self.decay_steps}, less than the {steps} steps of the training: the "
-                "learning rate would rise again after it"
+                "learning rate would rise again after it."
             )
 
     @property
@@ -215,14 +215,7 @@ WITHOUT_EFFECT = {
     }
 }
 
-
-def _ascending(ends: tuple[int, int]) -> tuple[int, int]:
-    if ends[0] > ends[1]:
-        raise ValueError(f"{ends[0]} to {ends[1]} is no range: give the smaller number first")
-    return ends
-
-
-Range = Annotated[tuple[Positive, Positive], AfterValidator(_ascending)]  # both ends included
+Range = tuple[Positive, Positive]
 
 
 class CurriculumSettings(_Settings):
@@ -237,6 +230,15 @@ class CurriculumSettings(_Settings):
     drill: bool = False
     # For segment counting: the weight of an auxiliary loss (`metatokens.training.bracket_loss`).
     bracket_loss: PositiveFloat | None = None
+
+    @model_validator(mode="after")
+    def _ranges_ascend(self) -> "CurriculumSettings":
+        for name, (fewest, most) in (("lists", self.lists), ("items", self.items)):
+            if fewest > most:
+                raise ValueError(
+                    f"the {name} of a stage are {fewest} to {most}: give the smaller number first"
+                )
+        return self
 
 
 class TaskSettings(_Settings):
@@ -285,8 +287,6 @@ class FinetuneRecipe(_Settings):
             )
         if steps is not None and len(steps) != len(lengths):
             raise ValueError(f"{len(steps)} task.train_steps for {len(lengths)} task.train_lengths")
-        # One schedule spans all train lengths.
-        self.training.check_decay(sum(self.train_steps))
         return self
 
     @model_validator(mode="after")

@@ -196,6 +196,11 @@ def test_further_lengths_are_measured_for_their_cost(copy, line, metatokens):
     assert costs[2:] == [full, shrunk]
 
 
+def test_a_run_without_lengths_for_the_cost_has_a_page(line, tmp_path, metatokens):
+    succeed(metatokens, f"{line} --out {tmp_path / 'run'} --set tests.cost_lengths=[]")
+    assert (tmp_path / "run/page.html").exists()
+
+
 def test_a_run_has_one_precision(line, tmp_path, metatokens, monkeypatch):
     """Another machine may have another default, and the same folder then needs the setting."""
     monkeypatch.setattr(shrinking, "has_fast_bfloat16", lambda: False)

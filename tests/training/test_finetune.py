@@ -76,6 +76,20 @@ def test_one_schedule_spans_all_train_lengths_whose_steps_may_differ(
     assert rates == pytest.approx([0, 0.005, *decay])
 
 
+def test_a_schedule_that_ends_too_early_is_refused(
+    model: Path, finetuning: Finetuning, tmp_path: Path
+) -> None:
+    steps = ("task.train_steps=[2, 2]", "training.max_steps=9")
+    run = partial(finetune, model_folder=model, out=tmp_path / "run")
+    with pytest.raises(UserError, match="decay_steps is 3, less than the 4 steps"):
+        run(finetuning(LENGTHS, *steps, "training.decay_steps=3"), task="parity")
+    records = tmp_path / "records.jsonl"
+    records.write_text(json.dumps({"prompt": "Bits: 0", "completion": " 0"}) + "\n")
+    with pytest.raises(UserError, match="decay_steps is 8, less than the 9 steps"):
+        run(finetuning("training.max_steps=9", "training.decay_steps=8"), data=records)
+    run(finetuning(LENGTHS, *steps, "training.decay_steps=4"), task="parity")
+
+
 @pytest.mark.quick(cuts=[(5, 10)])
 @pytest.mark.parametrize("cuts", [(3,), (4,), (5, 10)])  # in the stage, at its end, in each length
 def test_interrupted_phases_end_like_undisturbed_ones(

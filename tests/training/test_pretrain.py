@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
+from metatokens.data.writing import write_token_store
 from metatokens.errors import UserError
 from metatokens.training.pretrain import pretrain
 from metatokens.training.run_folder import training_of
@@ -133,6 +134,22 @@ def test_a_held_out_split_shorter_than_a_block_is_not_measured_unless_it_is_aske
     pretrain(pretraining(*long, "training.eval_steps=null"), tmp_path / "long")
     assert "No held-out loss is measured: the held_out split of " in capsys.readouterr().err
     assert figures_of(tmp_path / "long", "eval_loss") == []
+
+
+def test_a_held_out_split_without_landmarks_is_not_measured(
+    pretraining: Pretraining, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"Line {number} ends." for number in range(1000)))
+    write_token_store(tmp_path / "store", str(text), "train:300")
+    recipe = pretraining(
+        "training.max_steps=1",
+        "training.eval_steps=null",
+        f"data.tokens={tmp_path / 'store'}",
+        "data.placement=sentence",
+    )
+    pretrain(recipe, tmp_path / "run")
+    assert "No held-out loss is measured: the rule sentence " in capsys.readouterr().err
 
 
 def test_a_held_out_split_that_was_altered_ends_the_run(

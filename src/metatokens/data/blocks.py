@@ -23,8 +23,8 @@ STRETCHES = 2**20  # at most, in a text with landmarks; each takes one number of
 STRETCH = 1024  # tokens of text, at least
 
 
-class SplitTooShort(UserError):
-    """A split has not enough tokens for one block."""
+class NoBlocks(UserError):
+    """A split makes no block: it is too short, or a rule inserts no meta-token into it."""
 
 
 class BlockDataset:
@@ -57,18 +57,16 @@ class BlockDataset:
         A rule reads the whole split once, about eight million tokens a second, and does not use `fraction`.
 
         Raises:
-            SplitTooShort: if the split is shorter than a block.
-            UserError: if it has no landmark, the fraction is too small for one meta-token a block, or a setting is out
-                of its range.
+            NoBlocks: if the split is shorter than a block, or has no landmark.
+            UserError: if the fraction is too small for one meta-token a block, or a setting is out of its range.
         """
         text = store.tokens(split)
         source = f"the {split} split of {store.path}"
         self._meta_token_id = meta_token_id(store.tokenizer)
         self._window_size = block_size
         self._tokens: TokenSequence | _TextWithLandmarks = text
-        self._insert: Callable[..., tuple[Ids, Ids]] | None = (
-            None  # with a rule the text has its meta-tokens
-        )
+        # With a rule the text has its meta-tokens already.
+        self._insert: Callable[..., tuple[Ids, Ids]] | None = None
         if placement in PLACEMENTS:
             count = meta_token_count(block_size, fraction, placement)
             if fraction and placement != "none" and not count:
@@ -86,10 +84,10 @@ class BlockDataset:
         else:
             self._tokens = _TextWithLandmarks(text, Landmarks(store.tokenizer, placement))
             if len(self._tokens) == len(text):
-                raise UserError(f"the rule {placement} inserts no meta-token into {source}.")
+                raise NoBlocks(f"the rule {placement} inserts no meta-token into {source}.")
         self._windows = len(self._tokens) // self._window_size
         if not self._windows:
-            raise SplitTooShort(
+            raise NoBlocks(
                 f"{source} has {len(self._tokens)} tokens, too few for one block of {block_size}."
             )
         self.epochs = epochs

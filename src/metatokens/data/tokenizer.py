@@ -154,7 +154,7 @@ def _copy_of_backend(
 def _control_in_vocabulary(backend: Tokenizer) -> list[str]:
     """The control tokens whose texts are pieces of text too, as in the vocabularies of Unigram models.
 
-    The unknown token is none: it stands for text.
+    The unknown token is none: it stands for text. The backend then encodes control tokens as text.
     """
     backend.encode_special_tokens = True
     unknown = getattr(backend.model, "unk_token", None)

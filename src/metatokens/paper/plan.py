@@ -45,7 +45,7 @@ class Stage:
     kind: str  # the beginning of the name
     method: str
     subject: Fields = field(default_factory=dict)  # some of `model`, `task`, `condition`
-    # All else that its results depend on, except other stages, the corpus, the book and the tokenizer.
+    # All else that its results depend on, except other stages and what is the run's.
     options: Fields = field(default_factory=dict)
     after: tuple[str, ...] = ()  # the stages that it needs
     product: str | None = None  # the last file that it writes for later stages, in the run's folder

@@ -78,13 +78,14 @@ def _models(
     *,
     models: list[str],
     seeds: Sequence[int] = (0,),
-    variant: str = "",
+    variant: str | None = None,
     variants: dict[str, Fields] | None = None,
     shares_pretraining: bool = False,
     **fields: Any,
 ) -> Iterator[TrainedModel]:
     """The models that a grid stands for."""
-    changes_by_variant = variants or {variant: {}}
+    assert variant is None or variants is None
+    changes_by_variant = variants or {variant or "": {}}
     for seed, model, name in product(seeds, models, changes_by_variant):
         plain = TrainedModel(model=model, seed=seed)
         yield replace(

@@ -7,10 +7,10 @@
    Welch's t. The draw of the test prompts is added. A side with fewer than three runs has no interval.
 3. The first verdict that fits is given. **Within 5 points**: the interval lies within 5 points of 0. **Supported**: it
    lies above 0. **Reversed**: it lies below 0. **No lead of 5 points**: it lies below 5. **Inconclusive**: all else.
-4. A claim that nothing is lost is **supported** if the interval lies above -5 points, and one that keeps a bound if it
-   lies above the bound. Below it, they are **contradicted**.
-5. A claim about every task is supported if each task's interval supports it, and ruled out if one task's does at a
-   level corrected for their number.
+4. A claim that nothing is lost is **supported** if the interval lies above -5 points, and **contradicted** if it lies
+   below. For a claim that a bound is kept, it is the bound that counts.
+5. A claim about every task is supported if all were run and each interval supports it. It shows **no lead of 5 points**
+   or is **contradicted** if one interval rules it out, at a level corrected for their number.
 
 The rule was written before the experiment ran. Two things were decided afterwards: that seeds are the observations, and
 the words of the verdicts.

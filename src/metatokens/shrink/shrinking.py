@@ -103,8 +103,9 @@ def shrink(
 ) -> Findings:
     """Train a model to keep a part of its cache, and measure what it still finds.
 
-    `out` then holds `model`, whose cache is smaller wherever it is loaded; `page.html`; the base's `replies.json`; and
-    what was measured: `heads.json`, `results/` and `costs.json`. The same call goes on where it was cut off.
+    `out` then holds `model`, whose cache is smaller wherever it is loaded; the controls `full` and `window`;
+    `page.html`; the base's `replies.json`; and what was measured: `heads.json`, `results/` and `costs.json`. The same
+    call goes on where it was cut off.
 
     Args:
         recipe: the settings.
@@ -404,7 +405,7 @@ class _Run:
         file = self.out / "costs.json"
         measured: list[Cost] = _read_list(file, Cost) if file.exists() else []
         lengths = sorted(self.cost_lengths - {cost.length for cost in measured})
-        if not lengths:
+        if file.exists() and not lengths:
             return
         model = self._model_of(arm)
         with watch("memory and speed") as progress:

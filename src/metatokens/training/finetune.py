@@ -153,6 +153,7 @@ def _record_source(
         raise UserError(
             "task.question_sees is for the tasks, whose prompts have a question; records may have none."
         )
+    recipe.training.check_decay(recipe.training.max_steps)
     records = read_examples(file, tokenizer, landmarks=recipe.task.landmarks)
     longest = max(len(record.input_ids) for record in records)
     return _Source(
@@ -174,7 +175,9 @@ def _task_source(
         raise UserError(
             "landmarks are for your own records (--data); task.condition places a task's meta-tokens."
         )
-    source, phases = train_source(recipe, task, tokenizer, documents), recipe.phases()
+    recipe.training.check_decay(sum(recipe.train_steps))  # one schedule spans all train lengths
+    source = train_source(recipe, task, tokenizer, documents)
+    phases = recipe.phases()
     for phase in phases:
         drawing(source, phase)(0)  # fails before any training if there is no such prompt
     draw_phase = draw or partial(train_examples, recipe, source)

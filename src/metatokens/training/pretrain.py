@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from metatokens.checkpoint import fetch_model, load_model, weights_sha256
-from metatokens.data.blocks import BlockDataset, SplitTooShort
+from metatokens.data.blocks import BlockDataset, NoBlocks
 from metatokens.data.store import StoreSplit, TokenStore
 from metatokens.data.tokenizer import (
     load_tokenizer,
@@ -207,8 +207,9 @@ def model_settings(config: Any) -> ModelSettings:
     fields = {
         name: getattr(config, name) for name in ModelSettings.model_fields if hasattr(config, name)
     }
-    if hasattr(config, "meta_attention"):
-        fields["second_attention"] = "meta" if config.meta_attention["layers"] else "none"
+    if not isinstance(config, MetaGPT2Config):
+        layers = getattr(config, "meta_attention", {}).get("layers")
+        fields["second_attention"] = "meta" if layers else "none"
     if isinstance(config, GPTNeoConfig):
         fields["architecture"] = "gpt_neo"
     return ModelSettings.model_construct(**fields)
@@ -227,7 +228,7 @@ def _probe(recipe: PretrainRecipe, store: TokenStore) -> Probe | None:
         return None
     try:
         blocks = _blocks(recipe, store, "held_out")
-    except SplitTooShort as error:
+    except NoBlocks as error:
         if settings.eval_steps is not None:
             raise
         if is_first_process():

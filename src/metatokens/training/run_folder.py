@@ -76,7 +76,10 @@ def is_finished(out: Path) -> bool:
         verify_manifest(out)
     except UserError as error:
         if is_first_process():
-            print(f"{error} The model is written again, from the last checkpoint.", file=sys.stderr)
+            print(
+                f"{error} The model is written again, from the last checkpoint if there is one.",
+                file=sys.stderr,
+            )
         return False
     return True
 
