@@ -23,6 +23,7 @@ PACKAGED = {
     **dict.fromkeys(FINETUNING, FinetuneRecipe),
     "shrink": ShrinkRecipe,
 }
+STAGE = "lists: [1, 2], items: [1, 2], max_steps: 5"
 
 
 def complaint(
@@ -122,6 +123,18 @@ def test_a_list_is_set_as_yaml_and_the_last_override_wins():
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
+        (
+            f"task.stages=[{{{STAGE}, max_stepz: 5}}]",
+            "task.stages.0.max_stepz: Extra inputs are not permitted",
+        ),
+        (
+            f"task={{condition: landmark, stages: [{{{STAGE}, drill: true}}]}}",
+            "is for task.condition paper, whose markers bracket the answer, and task.condition is landmark",
+        ),
+        (
+            f"task={{condition: landmark, stages: [{{{STAGE}, bracket_loss: 0.1}}]}}",
+            "is for task.condition paper, whose markers bracket the answer, and task.condition is landmark",
+        ),
         ("task.train_lengths=[128, 128]", "each has to be longer than the one before"),
         ("task.train_lengths=[128, 64]", "each has to be longer than the one before"),
         (
@@ -130,8 +143,16 @@ def test_a_list_is_set_as_yaml_and_the_last_override_wins():
         ),
     ],
 )
-def test_lengths_and_ranges_ascend(override, sentence):
+def test_a_wrong_setting_of_a_task_is_named(override, sentence):
     assert sentence in complaint(FinetuneRecipe, "demo_finetune", override)
+
+
+def test_a_loss_of_states_that_compiling_hides_is_refused():
+    overrides = (f"task.stages=[{{{STAGE}, bracket_loss: 0.1}}]", "training.torch_compile=true")
+
+    sentence = complaint(FinetuneRecipe, "demo_finetune", *overrides)
+
+    assert "reads the states after each block, which training.torch_compile hides" in sentence
 
 
 def test_an_override_may_open_a_section(tmp_path):

@@ -26,6 +26,7 @@ from metatokens.model.interventions import Intervention, intervene
 from metatokens.records import About
 from tests.analysis.recording_oracle import bare_example
 from tests.model.tiny_models import META, random_rows, tiny_model
+from tests.numbers import rounding_bound
 
 QUICKLY = Schedule(batch=64, epochs=120, learning_rate=2e-2)
 ABOUT = About(model="x", seed=4, task="list_recall", length=16)
@@ -173,18 +174,31 @@ def test_the_records(examples):
 
 
 @pytest.mark.usefixtures("short_training")
-def test_held_out_examples_are_not_trained_on(examples, monkeypatch):
-    trained_on = []
+def test_held_out_examples_are_neither_trained_on_nor_used_for_the_scale(examples, monkeypatch):
+    trainings = []
 
     def note(states, answers, **options):
-        trained_on.append(len(states))
+        trainings.append((states, answers))
         return fit(states, answers, **options)
 
     monkeypatch.setattr(module, "fit", note)
 
     rate_distortion(tiny_model(), examples, ABOUT)
 
-    assert Counter(trained_on) == {
+    first_ids = [example.input_ids[example.answer_start] for example in examples]
+    ids_that_occur = sorted(set(first_ids))
+    expected_answers = [ids_that_occur.index(first_id) for first_id in first_ids]
+    sizes = Counter()
+    for states, answers in trainings:
+        size = len(states)
+        sizes[size] += 1
+        assert answers.tolist() == expected_answers[:size]
+        spread, mean = torch.std_mean(states.double(), dim=0)
+        # Each is a sum over the examples, with a rounding for each term.
+        bound = rounding_bound(torch.float32, size, float(states.abs().max()))
+        assert mean.abs().max() < bound
+        assert (spread - 1).abs().max() < bound
+    assert sizes == {
         PAPER_EXAMPLES: 2 * FITS * len(BETAS),
         72: 2 * FITS * len(BETAS),
     }

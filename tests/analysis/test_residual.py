@@ -4,8 +4,7 @@ from collections import defaultdict
 
 import pytest
 
-from metatokens.analysis.observation import PromptIds
-from metatokens.analysis.residual import key_classes, residual
+from metatokens.analysis.residual import residual
 from metatokens.records import About
 from tests.analysis.recording_oracle import KINDS, bare_example, record
 from tests.model.tiny_models import META, tiny_model
@@ -18,6 +17,14 @@ PROMPTS = [
     [*LONG, META, 1, 2, META],
     [18, 19, 20, META],
 ]
+# The class of each position as a key of the final meta-token. What is further back than 8 text tokens is `other`.
+CLASSES = [
+    ["first", "before_meta", "earlier_meta", "after_meta", "near", "near", "before_meta", "earlier_meta", "after_meta",
+     "near", "itself"],
+    ["earlier_meta", "after_meta", "near", "before_meta", "earlier_meta", "earlier_meta", "after_meta", "itself"],
+    ["first", *["other"] * 30, *["near"] * 5, "before_meta", "earlier_meta", "after_meta", "near", "itself"],
+    ["first", "near", "near", "itself"],
+]  # fmt: skip
 BINS = (*range(1, 17), 32, 64, 128)
 
 
@@ -87,10 +94,25 @@ def test_similarities_of_meta_tokens_and_their_controls(oracles, measurements):
         assert measured[key].value == pytest.approx(mean(similarities), abs=ROUNDED)
 
 
+def test_similarities_to_the_final_meta_token_in_the_first_prompt(oracles, measurements):
+    ids, oracle = PROMPTS[0], oracles[0]
+    expected = {}
+    for layer, states in enumerate(oracle.states):
+        middle = centred(ids, states)
+        for position, token in enumerate(ids):
+            subject = "meta" if token == META else "text"
+            expected[layer, position, subject] = cosine(middle[position], middle[-1])
+
+    measured = {}
+    for line in measurements["similarity_to_final_centred"]:
+        assert line.n == 1
+        measured[line.layer, line.position, line.subject] = line.value
+    assert measured == pytest.approx(expected, abs=ROUNDED)
+
+
 def test_what_the_final_meta_token_attends_to(oracles, measurements):
     expected = defaultdict(float)
-    for ids, oracle in zip(PROMPTS, oracles, strict=True):
-        classes = key_classes(PromptIds.of(bare_example(ids), META))
+    for classes, oracle in zip(CLASSES, oracles, strict=True):
         for (module, layer), scores in oracle.scores.items():
             for head, weights in enumerate(scores[:, -1].softmax(-1).tolist()):
                 for keys, weight in zip(classes, weights, strict=True):

@@ -38,6 +38,11 @@ def column(lines: Iterable[dict[str, Any]], name: str) -> list[Any]:
     return [line[name] for line in lines]
 
 
+def json_of(file: str) -> Any:
+    """What a file of JSON holds."""
+    return json.loads(Path(file).read_text())
+
+
 def read_lines(lines: str) -> list[dict[str, Any]]:
     """Lines of JSON, such as a command prints."""
     return [json.loads(line) for line in lines.splitlines()]

@@ -43,6 +43,14 @@ def test_another_marker(workplace: Path, small_model: Models, run: Succeed) -> N
     assert "among decoys</th>" not in read("plain.html")
 
 
+def test_landmarks_by_a_rule(workplace: Path, small_model: Models, run: Succeed) -> None:
+    look = f'look --model {small_model(second_attention="meta")} "the cat\nsat"'
+    run(f"{look} --landmarks line --out landmarks.html")
+    run(f"{look} --out plain.html")
+    assert "among decoys</th>" in read("landmarks.html")
+    assert "among decoys</th>" not in read("plain.html")
+
+
 def test_files_of_others_are_kept(workplace: Path, small_model: Models, metatokens: Run) -> None:
     look = f"look --model {small_model()} {PROMPT} --out"
     Path("thesis.html").write_text("years of work")

@@ -11,9 +11,8 @@ from typing import get_args
 import pytest
 
 from metatokens import recipe
-from metatokens.checkpoint import write_manifest
 from metatokens.data.store import TokenStore
-from metatokens.data.writing import Plan, write_token_store
+from metatokens.data.writing import write_token_store
 from metatokens.training.run_folder import open_run
 from tests.cli.command_lines import PRETRAIN, SMALL, Contents, Models, Run
 
@@ -29,23 +28,13 @@ def ground(
     ground = tmp_path_factory.mktemp("ground")
     shutil.copy(small_corpus, ground / "text.txt")
     shutil.copytree(small_store.path, ground / "tokens")
-    settings = write_token_store(
-        ground / "other-tokens", str(ground / "text.txt"), "train:300"
-    ).manifest.settings
-    (ground / "unfinished" / ".partial" / "train").mkdir(parents=True)
-    plan = Plan(settings=settings, parts=(), first=())
-    (ground / "unfinished" / ".partial" / "plan.json").write_text(plan.model_dump_json())
-    (ground / "unfinished" / ".lock").touch()  # as a process that was killed leaves it
-    shutil.copytree(ground / "tokens", ground / "damaged-tokens")
-    (ground / "damaged-tokens" / "held_out" / "00000.bin").write_bytes(b"\0")
+    write_token_store(ground / "other-tokens", str(ground / "text.txt"), "train:300")
     (ground / "empty.txt").write_text(" \n\n")
     (ground / "short.txt").write_text("a few words")
-    (ground / "broken.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n{"text": \n')
-    (ground / "records.jsonl").write_text(
-        '{"prompt": "a", "completion": " b"}\n\n{"prompt": "a", "completion": }\n'
-    )
-    (ground / "long.jsonl").write_text(
-        json.dumps({"prompt": "the cat " * 60, "completion": " sat"})
+    records = json.dumps({"prompt": "the cat " * 60, "completion": " sat"})
+    (ground / "long.jsonl").write_text(records)
+    (ground / "sees.yaml").write_text(
+        "task: {question_sees: landmarks}\ntraining: {max_steps: 2}\n"
     )
     (ground / "notes").mkdir()
     (ground / "notes" / "thesis.txt").write_text("years of work")
@@ -55,36 +44,30 @@ def ground(
         small_model(position_embedding="learned", max_position_embeddings=48), ground / "learned"
     )
     shutil.copytree(small_model(second_attention="none", meta_token_id=None), ground / "unmarked")
-    for name in ("flipped", "gone", "foreign-cut"):
-        shutil.copytree(ground / "model", ground / name)
+    shutil.copytree(ground / "model", ground / "flipped")
     weights = (ground / "model" / "model.safetensors").read_bytes()
     (ground / "flipped" / "model.safetensors").write_bytes(
         weights[:-9] + bytes([weights[-9] ^ 1]) + weights[-8:]
     )
-    (ground / "gone" / "tokenizer.json").unlink()
-    (ground / "foreign-cut" / "manifest.json").unlink()  # as other programs save models
-    (ground / "foreign-cut" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
 
     settings = {"verb": "pretrain", "recipe": {"training": {"seed": 5}}}
     with open_run(ground / "run", settings):
         pass
-    (ground / "run" / "model.safetensors").write_bytes(weights)
-    write_manifest(ground / "run")
+    shutil.copytree(ground / "model", ground / "run", dirs_exist_ok=True)
     (ground / "run" / "mine.yaml").write_text("training: {}\n")
-    with open_run(ground / "reproduced", {"preset": "demo", "corpus": "builtin"}):
-        pass
+    (ground / "run" / "mine.jsonl").write_text(records)
     return ground
 
 
 EVALUATE = "evaluate --model model"
 FINETUNE = "finetune --out new --model model"
 TOKENIZE = "tokenize --out new"
+TWO_STEPS = "--set training.max_steps=2"  # of a training that begins if the mistake is not noticed
+REPLACE = f"finetune --out run --overwrite --model model {TWO_STEPS}"
+AUXILIARY = "{lists: [1, 2], items: [1, 2], max_steps: 2, bracket_loss: 0.1}"
 MISTAKES = {
     # recipes
-    f"{PRETRAIN} --out new --set training.max_stepz=1": "training.max_stepz: Extra inputs are not permitted",
-    f"{PRETRAIN} --out new --set data.fraction=0.51": "meta-tokens is 0.51, but must lie in [0, 0.5]",
     f"{PRETRAIN} --out new --set data.placement=word": "data.placement may also be uniform, periodic or none",
-    "pretrain --recipe nowhere.yaml --out new": "no recipe at nowhere.yaml; give a YAML file or one of: demo",
     "pretrain --recipe demo --out new": "the recipe must name data.tokens",
     f"{FINETUNE} --task parity --set training.eval_steps=1": "which needs held-out records: give --eval-data",
     # a task or records
@@ -94,31 +77,26 @@ MISTAKES = {
     f"{PRETRAIN} --out new --set training.lora_rank=2 --set model.architecture=gpt_neo": "needs a trained model: give",
     f"{FINETUNE} --data long.jsonl --set task.train_steps=[1]": "--set task.train_steps=[1] is for --task",
     f"{FINETUNE} --task list_recall --set task.question_sees=landmarks --eval-data long.jsonl": "leave one of them out",
+    f"{FINETUNE} {TWO_STEPS} --task parity --set task.landmarks=line": "landmarks are for your own records (--data)",
+    f"{FINETUNE} {TWO_STEPS} --task parity --set 'task.stages=[{AUXILIARY}]'": "works with segment_counting alone, not",
+    f"{FINETUNE} {TWO_STEPS} --data long.jsonl --recipe demo_parity": "task.stages are for the tasks; with records,",
+    f"{FINETUNE} --data long.jsonl --recipe sees.yaml": "task.question_sees is for the tasks, whose prompts have",
     f"{EVALUATE} --task parity --landmarks line": "--landmarks goes with --data",
     f"{EVALUATE} --data long.jsonl -n 3": "--lengths, --condition and -n go with --task",
-    f"{FINETUNE} --data records.jsonl": "records.jsonl, line 3: Invalid JSON",
     f"{FINETUNE} --data long.jsonl --set task.landmarks=paragraph": "the rule paragraph inserts no meta-token into",
     f"{EVALUATE} --task parity --lengths long": "'long' must be numbers from 1 to 1,000,000, separated by",
     f"{EVALUATE} --task parity --lengths 64,99999999": "must be numbers from 1 to 1,000,000",
     f"pretrain {SMALL} --out run --overwrite --recipe run/mine.yaml": "--overwrite would remove run/mine.yaml",
     "reproduce --preset huge --out new": "no preset 'huge'; the presets are",
     # corpora
-    f"{TOKENIZE} --corpus nowhere.txt --tokenizer train:300": "no file matches the corpus nowhere.txt",
     f"{TOKENIZE} --corpus empty.txt --tokenizer train:300": "the corpus empty.txt holds no text",
-    f"{TOKENIZE} --corpus broken.jsonl --tokenizer train:300": "broken.jsonl, line 3 is not JSON",
-    f"{TOKENIZE} --corpus text.txt --tokenizer word": "word holds no tokenizer that can be loaded",
-    f"{PRETRAIN} --out new --set data.tokens=nowhere": "nowhere holds no complete token store",
     "perplexity --model model --corpus short.txt": "perplexity needs two blocks of 231",
     "perplexity --model model --corpus other-tokens": "other-tokens was made with another tokenizer than the model's",
-    "perplexity --model model --corpus damaged-tokens": "held_out/00000.bin is missing, cut short or altered",
     "perplexity --model unmarked --corpus text.txt --placement uniform": "unmarked has no meta_token_id",
+    "perplexity --model model --corpus text.txt --placement uniform --landmarks line": "not both: each places the",
     # models
     "evaluate --task parity --model nowhere": "there is no model in nowhere",
-    "evaluate --task parity --model flipped": "flipped/model.safetensors is damaged",
-    "evaluate --task parity --model gone": "gone/tokenizer.json is missing",
-    "evaluate --task parity --model foreign-cut": "the weights in foreign-cut cannot be read",
     "evaluate --task parity --model unmarked": "the model in unmarked has no meta_token_id",
-    f"{EVALUATE} --task parity --intervention no_heads": "no intervention 'no_heads'; allowed are no_pos",
     # prompts
     "generate --model model ''": "the prompt is empty",
     "generate --model model --marker _PAUSE_ the": "the marker '_PAUSE_' is not in the prompt",
@@ -131,12 +109,12 @@ MISTAKES = {
     ),
     # what a command would overwrite, or cannot write
     f"{PRETRAIN} --out tokens --overwrite": "--overwrite would remove tokens, which this run reads",
-    f"{PRETRAIN} --out run": "run holds a run with other settings (batch was None",
-    "reproduce --preset smoke --out reproduced": "preset was 'demo' and is now 'smoke'",
-    "tokenize --corpus text.txt --tokenizer train:300 --out tokens": "tokens holds a token store made with other",
-    "tokenize --corpus text.txt --tokenizer train:310 --out unfinished": "an unfinished token store made with",
+    f"pretrain --recipe demo --set data.tokens=tokens {TWO_STEPS} --init run --out run --overwrite": (
+        "--overwrite would remove run, which this run reads"
+    ),
+    f"{REPLACE} --data run/mine.jsonl": "--overwrite would remove run/mine.jsonl, which this run reads",
+    f"{REPLACE} --data long.jsonl --eval-data run/mine.jsonl": "--overwrite would remove run/mine.jsonl, which this",
     "tokenize --corpus text.txt --tokenizer train:300 --out notes": "notes is not empty and holds no token store",
-    "tokenize --corpus text.txt --tokenizer train:300 --out notes --overwrite": "notes is not empty and holds no token",
     f"{EVALUATE} --task parity --out new.jsonl.gz": "new.jsonl.gz is compressed: no line can be appended to it",
     f"{EVALUATE} --task parity --out text.txt": "text.txt is another kind of file, and is kept",
     f"{EVALUATE} --data long.jsonl --out ./long.jsonl": "long.jsonl is read or written by this command already",

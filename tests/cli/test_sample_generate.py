@@ -25,16 +25,16 @@ def test_samples_are_records(
 ) -> None:
     tokenizer = small_store.path / "tokenizer"
     output, _ = run(
-        f"sample --task {task} -n 3 --tokenizer {tokenizer} --split train --condition decoy"
+        f"sample --task {task} -n 3 --tokenizer {tokenizer} --phase 2 --split train --condition decoy"
     )
 
     Path("records.jsonl").write_text(output)
     examples = read_examples(Path("records.jsonl"), small_store.tokenizer)
     origins = [
-        (record["task"], record["split"], record["condition"], record["index"])
+        (record["task"], record["phase"], record["split"], record["condition"], record["index"])
         for record in read_lines(output)
     ]
-    assert origins == list(product([task], ["train"], ["decoy"], [0, 1, 2]))
+    assert origins == list(product([task], [2], ["train"], ["decoy"], [0, 1, 2]))
     assert [example.prompt for example in examples] == column(read_lines(output), "prompt")
 
 

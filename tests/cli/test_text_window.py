@@ -111,6 +111,7 @@ def test_accuracy_with_a_window(workplace: Path, small_model: Models, run: Succe
     small, _ = run(f"evaluate --model {windowed} --data data.jsonl --json")
 
     line = read_lines(small)[0]
+    assert line["text"] == "data.jsonl"
     assert read_lines(plain)[0].keys().isdisjoint({"text_window", "kv_kept"})
     assert (line["text_window"], line["kv_kept"]) == (
         5,

@@ -1,8 +1,6 @@
 """The commands in order, from text to figures, and then again."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,15 +14,12 @@ from tests.cli.command_lines import (
     Run,
     Succeed,
     column,
+    json_of,
     read_lines,
 )
 
 TOKENIZE = "tokenize --corpus text.txt --tokenizer train:768 --out tokens"
 TUNE = f"{FINETUNE} --model base --task parity --set training.seed=3 --out tuned"
-
-
-def json_of(file: str) -> Any:
-    return json.loads(Path(file).read_text())
 
 
 def test_from_text_to_figures_verb_by_verb(workplace: Path, run: Succeed) -> None:
@@ -61,6 +56,7 @@ def test_from_text_to_figures_verb_by_verb(workplace: Path, run: Succeed) -> Non
         assert output.startswith("model ")
     *accuracies, held_out, whole, two_blocks = read_lines(Path("figures.jsonl").read_text())
     assert column(accuracies, "value") == column(printed, "value")
+    assert column([held_out, whole, two_blocks], "text") == ["tokens", "text.txt", "text.txt"]
     assert (held_out["condition"], whole["condition"]) == ("uniform", "none")
     assert held_out["seed"] == 5
     assert held_out["n"] < whole["n"]
@@ -133,18 +129,26 @@ def test_a_model_is_measured_with_interventions(small_model: Models, run: Succee
     assert without_positions["intervention"] == "no_pos"
 
 
+@pytest.mark.parametrize(("option", "original"), [("", 32), ("--original-length 16", 16)])
 def test_a_model_is_extended(
-    workplace: Path, small_model: Models, small_store: TokenStore, run: Succeed
+    option: str,
+    original: int,
+    workplace: Path,
+    small_model: Models,
+    small_store: TokenStore,
+    run: Succeed,
 ) -> None:
     model = small_model(max_position_embeddings=32)
     settings = SMALL.replace("data.tokens=tokens", f"data.tokens={small_store.path}")
 
-    _, told = run(f"extend --model {model} --factor 2 --recipe demo {settings} --out longer")
+    _, told = run(
+        f"extend --model {model} --factor 2 {option} --recipe demo {settings} --out longer"
+    )
 
     rope = json_of("longer/config.json")["rope_parameters"]
     assert told.splitlines()[-1] == "model: longer"
     assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == (
         "yarn",
         2.0,
-        32,
+        original,
     )

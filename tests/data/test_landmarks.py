@@ -300,6 +300,17 @@ def test_what_is_no_text_is_refused(ids, tokenizer):
         Landmarks(tokenizer, "every:2").insert_into(ids)
 
 
+def test_a_tokenizer_that_drops_line_feeds_is_refused_where_a_rule_needs_them():
+    words = {"</s>": 0, "owl": 1, " ": 2}
+    tokenizer = with_meta_token(Tokenizer(models.WordLevel(words, unk_token="owl")))
+
+    for rule in ("line", "paragraph"):
+        with pytest.raises(UserError, match=f"landmarks by {rule} need white space that the token"):
+            Landmarks(tokenizer, rule)
+    for rule in ("sentence", "every:2"):
+        Landmarks(tokenizer, rule)
+
+
 def test_a_slow_tokenizer_is_refused():
     slow = ByT5Tokenizer(meta_token=META_TOKEN)
 

@@ -173,6 +173,22 @@ def test_control_tokens_in_messages_are_text(chatting):
     assert with_another_marker.count(chatting.meta_token_id) == 1
 
 
+def test_landmarks_are_added_to_the_markers_of_a_chat(chatting):
+    text = chat_text(chatting, [{"role": "user", "content": "owl _PAUSE_ robin.\nCrow"}])
+
+    ids = encode_chat(chatting, text, "_PAUSE_", landmarks="line")
+
+    expected = "<|endoftext|>user: owl<|meta|> robin.\n<|meta|>Crow<|endoftext|>"
+    assert chatting.decode(ids) == expected
+    assert ids.count(chatting.meta_token_id) == 2
+
+
+def test_an_empty_marker_is_refused(chatting):
+    for encode in (encode_chat, encode_prompt):
+        with pytest.raises(UserError, match="the marker is empty"):
+            encode(chatting, "the cat", "")
+
+
 def test_a_lone_surrogate_is_refused(chatting):
     for encode in (encode_chat, encode_prompt):
         with pytest.raises(UserError, match="a text has a lone surrogate"):

@@ -19,12 +19,14 @@ from metatokens.evaluation.accuracy import (
     score,
     shortcut_rates,
 )
+from metatokens.evaluation.intervals import clustered_interval
 from metatokens.files import sha256_of
 from metatokens.model.modeling import MetaGPT2ForCausalLM
 from metatokens.records import About, Result
 from metatokens.tasks.curriculum import TASKS
 from metatokens.tasks.example import Example
 from metatokens.tasks.landmarks_alone import LandmarksAlone
+from tests.paper.report.made_lines import wilson
 
 Models = Callable[..., Path]
 Draw = Callable[..., list[Example]]
@@ -142,25 +144,24 @@ def test_results_count_examples_and_answer_tokens(small_model: Models, draw: Dra
     model = load_model(small_model())
     fields = {"model": "meta", "task": "copying", "condition": "landmark", "recipe": "demo"}
     fields |= {"seed": 5, "train_length": 64, "train_condition": "paper"}
-    examples = draw("copying", 64, 6, "landmark")
+    examples = some_answered_right(model, draw("copying", 64, 10, "landmark"))
     is_correct = [correct_tokens(model, example) for example in examples]
     is_exact = [all(tokens) for tokens in is_correct]
     answer_tokens = sum(map(len, is_correct))
+    as_if_independent = wilson(sum(map(sum, is_correct)) / answer_tokens, answer_tokens)
 
     exact, tokens = evaluate(model, {64: examples}, About(**fields))
 
-    assert (exact.metric, exact.value, exact.n, exact.chance) == (
-        "exact_match",
-        sum(is_exact) / 6,
-        6,
-        0,
-    )
+    assert (exact.metric, exact.value, exact.n, exact.chance) == ("exact_match", 0.3, 10, 0)
+    assert is_exact != is_exact[::-1]
     assert (tokens.metric, tokens.n, tokens.chance) == ("token_accuracy", answer_tokens, None)
     assert tokens.value == sum(map(sum, is_correct)) / answer_tokens
     assert base64.b64decode(exact.hits) == bits(is_exact)
     assert tokens.hits is None
+    assert (exact.low, exact.high) == pytest.approx(wilson(0.3, 10))
+    assert (tokens.low, tokens.high) == pytest.approx(clustered_interval(is_correct))
+    assert (tokens.low, tokens.high) != pytest.approx(as_if_independent, rel=0.01)
     for result in (exact, tokens):
-        assert result.low <= result.value <= result.high
         assert result.model_dump(include={*fields}) == fields
         assert (result.length, result.position_embedding, result.intervention) == (64, "rope", None)
 

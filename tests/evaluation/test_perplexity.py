@@ -39,7 +39,8 @@ def text(small_store: TokenStore) -> np.ndarray:
 
 def measured(model: Any, text: np.ndarray, placement: str, **changes: Any) -> Result:
     settings = {"placement": placement, **BLOCK, **changes}
-    return perplexity(model, text, About(model="x", seed=3, recipe="demo"), **settings)
+    subject = About(model="x", text="held_out", seed=3, recipe="demo")
+    return perplexity(model, text, subject, **settings)
 
 
 def losses_by_hand(model: Any, blocks: Iterable[np.ndarray]) -> np.ndarray:
@@ -103,12 +104,16 @@ def test_perplexity_and_its_interval(
     assert result.high == pytest.approx(math.exp(mean + 1.96 * error), rel=ROUNDED_PERPLEXITY)
     assert result.n == losses.size == 20 * 28
     assert (result.condition, result.length, result.metric) == (placement, 32, "perplexity")
-    assert (result.model, result.seed, result.recipe, result.position_embedding) == (
-        "x",
-        3,
-        "demo",
-        "rope",
-    )
+    assert (result.model, result.text, result.seed, result.recipe) == ("x", "held_out", 3, "demo")
+    assert result.position_embedding == "rope"
+
+
+def test_a_share_of_meta_tokens_that_is_not_the_papers_is_recorded(
+    model: MetaGPT2ForCausalLM, text: np.ndarray
+) -> None:
+    assert measured(model, text, "uniform").fraction is None
+    assert measured(model, text, "uniform", fraction=0.2).fraction == 0.2
+    assert measured(model, text, "none", fraction=0).fraction == 0
 
 
 def test_chance_is_the_perplexity_of_the_tokens_frequencies(

@@ -35,11 +35,12 @@ def _clean() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def refuses():
     """Surrounds a call that a `UserError` must refuse, soon, in one sentence that matches."""
-    return _refuses
+    return in_one_sentence
 
 
 @contextmanager
-def _refuses(match: str | None = None) -> Iterator[None]:
+def in_one_sentence(match: str | None = None) -> Iterator[None]:
+    """What `refuses` gives, for a process of its own."""
     with pytest.raises(UserError, match=match) as refusal, _in_time():
         yield
     _check_sentence(refusal.value)

@@ -142,6 +142,17 @@ def test_sealed_pickles_in_a_checkpoint_that_training_goes_on_from(
     assert error.count("\n") == 1
 
 
+def test_a_pickle_in_a_checkpoint_that_no_training_needs_is_not_read(trap, interrupted, metatokens):
+    (interrupted.checkpoint / "scaler.pt").write_bytes(pickle.dumps(trap))
+    write_manifest(interrupted.checkpoint)
+
+    status, _, error = metatokens(interrupted.command)
+
+    assert not trap.was_sprung
+    assert status == 0, error
+    assert (interrupted.out / "model.safetensors").read_bytes() == interrupted.weights
+
+
 @pytest.mark.parametrize("model_type", ["meta_gpt2", "foreign"])
 def test_code_beside_a_model(model_type, model, trap, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda prompt: "y")  # to whoever would ask

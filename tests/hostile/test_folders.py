@@ -11,7 +11,6 @@ from metatokens import checkpoint
 from metatokens.checkpoint import MANIFEST, verify_manifest, write_manifest
 from metatokens.data.store import TokenStore
 from metatokens.paper.run_log import LOG, RunLog
-from metatokens.training.run_folder import open_run
 from metatokens.training.trainer import last_good_checkpoint
 from tests.hostile.test_readers import seal
 from tests.paper.report.made_lines import accuracy, write
@@ -93,17 +92,6 @@ def test_only_checkpoints_of_the_folder_are_removed(outside, tmp_path, capsys):
     assert last_good_checkpoint(checkpoints) == checkpoints / "checkpoint-3"
 
     assert "It is dropped" in capsys.readouterr().err
-    assert (outside / "thesis.txt").read_text() == "years of work"
-
-
-def test_a_run_is_replaced_in_its_own_folder_alone(outside, tmp_path):
-    with open_run(tmp_path / "run", {"verb": "pretrain"}):
-        (tmp_path / "run" / "model").symlink_to(outside)
-        (tmp_path / "run" / "curve.jsonl").symlink_to(outside / "thesis.txt")
-
-    with open_run(tmp_path / "run", {"verb": "finetune"}, overwrite=True):
-        pass
-
     assert (outside / "thesis.txt").read_text() == "years of work"
 
 

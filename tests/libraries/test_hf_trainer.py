@@ -47,9 +47,7 @@ def hit_rate(prediction: Any) -> dict[str, float]:
     return {"hits": float(hits.mean())}
 
 
-def test_it_trains_evaluates_predicts_and_loads_the_best_model(
-    folder: Path, ids: Tensor, tmp_path: Path
-) -> None:
+def test_it_trains_evaluates_predicts_and_saves(folder: Path, ids: Tensor, tmp_path: Path) -> None:
     arguments = TrainingArguments(
         str(tmp_path),
         max_steps=4,
@@ -57,8 +55,6 @@ def test_it_trains_evaluates_predicts_and_loads_the_best_model(
         learning_rate=1e-2,
         eval_strategy="steps",
         eval_steps=2,
-        save_steps=2,
-        load_best_model_at_end=True,
         **QUIET,
     )
     data, model = items(ids), MetaGPT2ForCausalLM.from_pretrained(folder)
@@ -68,15 +64,13 @@ def test_it_trains_evaluates_predicts_and_loads_the_best_model(
     before = trainer.evaluate()
     trainer.train()
     after = trainer.evaluate()
-    measured = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     predicted = trainer.predict(data)
-    trainer.save_model(str(tmp_path / "best"))
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "best").eval()
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
     with torch.no_grad():
         logits = saved(ids).logits
     assert after["eval_loss"] < before["eval_loss"]
     assert 0 <= after["eval_hits"] <= 1
-    assert after["eval_loss"] == pytest.approx(min(measured[1:]), rel=ROUNDED)
     assert predicted.metrics["test_loss"] == pytest.approx(after["eval_loss"], rel=ROUNDED)
     assert far(logits, torch.from_numpy(predicted.predictions)) < ROUNDED
 

@@ -3,34 +3,18 @@
 import torch
 from torch import Tensor
 
-from tests.gradients import far
+from tests.gradients import Gradients, far
 from tests.model.dense_oracle import DenseOracle
 from tests.numbers import ROUNDED_DOUBLE
 
 # Rotary tables are float32 in transformers, whatever the model's type, so they bound the agreement with the formula.
 TOLERANCE = {"learned": ROUNDED_DOUBLE, "none": ROUNDED_DOUBLE, "rope": 3e-6}
-Gradients = dict[str, Tensor]  # by the name of the weight
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     """The largest difference is at most `tolerance`, as a share of the largest number, which is at least 1."""
     assert actual.shape == expected.shape
     assert far(actual, expected) <= tolerance
-
-
-def gradients_of(model: torch.nn.Module) -> Gradients:
-    """A copy of the gradients of all weights that have one."""
-    with_gradient = {
-        name: weight for name, weight in model.named_parameters() if weight.grad is not None
-    }
-    return {name: weight.grad.clone() for name, weight in with_gradient.items()}
-
-
-def gradients_by(model: torch.nn.Module, loss: Tensor) -> Gradients:
-    """The gradients of a loss alone."""
-    model.zero_grad()
-    loss.backward()
-    return gradients_of(model)
 
 
 def assert_gradients_close(actual: Gradients, expected: Gradients, tolerance: float) -> None:

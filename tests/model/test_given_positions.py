@@ -9,7 +9,8 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from metatokens import MetaGPT2ForCausalLM
-from tests.model.agreement import assert_close, assert_gradients_close, gradients_by
+from tests.gradients import gradients_by
+from tests.model.agreement import assert_close, assert_gradients_close
 from tests.model.text_window import MIXED, SMALL
 from tests.model.tiny_models import (
     FAMILIES,

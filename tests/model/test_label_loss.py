@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.model.agreement import assert_gradients_close, gradients_by, gradients_of
+from tests.gradients import gradients_by, gradients_of
+from tests.model.agreement import assert_gradients_close
 from tests.model.tiny_models import META, pad, random_rows, tiny_model
 from tests.numbers import ROUNDED
 from tests.retrofit.architectures import with_meta_tokens

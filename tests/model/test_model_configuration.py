@@ -3,10 +3,7 @@
 from typing import Any
 
 import pytest
-from huggingface_hub.errors import (
-    StrictDataclassClassValidationError,
-    StrictDataclassFieldValidationError,
-)
+from huggingface_hub.errors import StrictDataclassClassValidationError
 
 from metatokens import MetaGPT2Config
 from tests.model.tiny_models import tiny_config
@@ -41,15 +38,6 @@ from tests.model.tiny_models import tiny_config
 )
 def test_contradictions_are_refused(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(StrictDataclassClassValidationError, match=message):
-        tiny_config(**overrides)
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [{"position_embedding": "sinusoidal"}, {"second_attention": "dense"}, {"hidden_size": "32"}],
-)
-def test_values_of_another_kind_are_refused_by_name(overrides: dict[str, Any]) -> None:
-    with pytest.raises(StrictDataclassFieldValidationError, match=next(iter(overrides))):
         tiny_config(**overrides)
 
 

@@ -6,15 +6,14 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers import DynamicCache, EncoderDecoderCache
 
 from metatokens import MetaGPT2Config, MetaGPT2ForCausalLM
 from metatokens.errors import UserError
 from metatokens.model.configuration import never_generated
 from tests.checkpointing import checkpoint_activations
-from tests.model.agreement import assert_close, assert_gradients_close, gradients_by
-from tests.model.dense_oracle import rotate_by_position
+from tests.gradients import gradients_by
+from tests.model.agreement import assert_close, assert_gradients_close
 from tests.model.text_window import MIXED
 from tests.model.tiny_models import (
     META,
@@ -125,18 +124,6 @@ def test_padding_is_not_counted_against_the_learned_table(side: str) -> None:
     for number, row in enumerate(rows):
         alone = model(torch.tensor([row])).logits[0]
         assert_close(padded[number, mask[number].bool()], alone, ROUNDED_DOUBLE)
-
-
-def test_rotary_tables_are_those_of_transformers_and_of_the_formula() -> None:
-    positions = torch.arange(40)[None]
-    x = torch.randn(1, 4, 40, 8, generator=torch.Generator().manual_seed(0))
-    tables = tiny_model(dtype=torch.float32).model.rotary_emb(x, positions)
-    llama = LlamaConfig(hidden_size=32, num_attention_heads=4, max_position_embeddings=48)
-    expected = LlamaRotaryEmbedding(llama)(x, positions)
-
-    assert torch.equal(torch.stack(tables), torch.stack(expected))
-    turned, _ = apply_rotary_pos_emb(x, x, *expected)
-    assert_close(turned[0], rotate_by_position(x[0].double()), ROUNDED)
 
 
 # --- inputs and outputs

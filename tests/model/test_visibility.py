@@ -250,11 +250,10 @@ def test_a_full_block_of_a_model_with_a_text_window(
 
 
 @CALLERS
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_attention_functions_agree_on_who_is_seen(
-    caller: Callable[[str], PreTrainedModel], implementation: str
+def test_eager_attention_sees_what_the_default_function_sees(
+    caller: Callable[[str], PreTrainedModel],
 ) -> None:
     model = caller("causal")
-    model.set_attn_implementation(implementation)
+    model.set_attn_implementation("eager")
     set_text_window(model, WINDOW, SINKS, [])
     assert_follows_the_rule(model, AT_ONCE["padded on the left"], "causal", WINDOW)

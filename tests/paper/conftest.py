@@ -1,7 +1,7 @@
-"""The tiny plan, carried out in this process."""
+"""The tiny plan, carried out in this process; and lines made up by hand, as the report reads them."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from metatokens.paper import pools, presets, run
+from metatokens.paper.frame import Inputs, load
 from metatokens.paper.variants import Preset
 from tests.paper import tiny_preset
+from tests.paper.report.made_lines import Line, write
 
 
 class InThisProcess:
@@ -64,3 +66,13 @@ def undisturbed(small_corpus, tmp_path_factory):
 def copied(undisturbed, tmp_path):
     """A copy of that run, which `reproduce` resumes."""
     return shutil.copytree(undisturbed, tmp_path / "run")
+
+
+@pytest.fixture
+def read(tmp_path):
+    """What `load` makes of some result lines, and of lines of a run's other files."""
+
+    def read(results: Sequence[Line], **files: Sequence[Line]) -> Inputs:
+        return load([write(tmp_path / "run", results=results, **files)])
+
+    return read

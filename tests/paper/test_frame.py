@@ -20,16 +20,6 @@ from tests.paper.report.made_lines import (
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def read(tmp_path):
-    """What `load` makes of some result lines, and of lines of a run's other files."""
-
-    def read(results, **files):
-        return load([write(tmp_path, results=results, **files)])
-
-    return read
-
-
 def test_a_later_line_of_the_same_figure_counts(read):
     inputs = read(
         [

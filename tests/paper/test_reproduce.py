@@ -14,7 +14,7 @@ from transformers import GPTNeoConfig, GPTNeoForCausalLM
 from metatokens.analysis import rate_distortion
 from metatokens.data.tokenizer import load_tokenizer, text_vocab_size
 from metatokens.errors import UserError
-from metatokens.paper import pools, run
+from metatokens.paper import pools, presets, run
 from metatokens.paper.frame import load
 from metatokens.paper.runner import Outcome, Runner
 from metatokens.paper.variants import TrainedModel
@@ -302,6 +302,20 @@ def test_one_tables_part(reproduce):
     assert run.unfinished("tiny", out, only="perplexity") == []
     unfinished = {stage.name for stage in run.unfinished("tiny", out)}
     assert unfinished == set(STAGES) - finished
+
+
+@pytest.mark.usefixtures("reproduce")  # for stages in this process
+def test_the_command_reads_another_book(tiny, small_corpus, tmp_path, metatokens, monkeypatch):
+    monkeypatch.setattr(presets, "PRESETS", {"tiny": tiny})
+    options = f"--book {small_corpus} --only perplexity --workers 1 --out {tmp_path}/run"
+
+    status, _, error = metatokens(f"reproduce --preset tiny {options}")
+
+    assert status == 0, error
+    inputs = load([tmp_path / "run"])
+    assert {line.text for line in inputs.read.results} == {"held_out", "book"}
+    again = f"metatokens reproduce --preset tiny --out run --book {small_corpus}"
+    assert inputs.read.runs[0].command == again
 
 
 @pytest.fixture

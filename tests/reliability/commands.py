@@ -1,6 +1,7 @@
 """The client of the script `disturbed.py`, which runs the commands for the tests of this folder."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -64,6 +65,8 @@ class Commands:
         self._process = subprocess.Popen(
             [*self._way, sys.executable, "-m", "tests.reliability.disturbed"],
             cwd=ROOT,
+            # Wide, so that no line is broken, however long the names of folders are.
+            env=os.environ | {"COLUMNS": "1000"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -24,8 +24,7 @@ from metatokens.errors import UserError
 from metatokens.retrofit.layers import MetaModule
 from metatokens.training.batches import with_logits_to_keep
 from tests.checkpointing import checkpoint_activations, keep_activations
-from tests.gradients import far, largest
-from tests.model.agreement import gradients_of
+from tests.gradients import far, gradients_of, largest
 from tests.numbers import decoder_roundings, rounding_bound
 from tests.retrofit.small import auto_class, small
 

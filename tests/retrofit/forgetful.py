@@ -67,7 +67,7 @@ def forgetful(caller: str, full: Blocks = (), dtype: torch.dtype | None = None) 
 
 
 shared_forgetful = cache(forgetful)  # for tests that do not change it
-_remembering = cache(lambda name, dtype: forgetful_retrofit(name, None, dtype))
+shared_remembering = cache(lambda name, dtype: forgetful_retrofit(name, None, dtype))
 _oracle = cache(lambda caller, full: DenseOracle(shared_forgetful(caller, full)))
 
 
@@ -96,7 +96,7 @@ def expected_logits(
     masks = seen_in_blocks(shared_forgetful(caller, full), row)
     if caller in SETTINGS:
         return _oracle(caller, full).logits(row, masks)
-    model = _remembering(caller, dtype)
+    model = shared_remembering(caller, dtype)
     with block_masks(model, masks[:, None, None]) as inputs:
         return model(torch.tensor([row]), **inputs).logits[0]
 

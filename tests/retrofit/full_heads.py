@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from metatokens import set_text_window
 from tests.model.text_window import SINKS, WINDOW, seen
-from tests.retrofit.forgetful import block_masks, forgetful_retrofit
+from tests.retrofit.forgetful import block_masks, forgetful_retrofit, shared_remembering
 
 HEADS = [(0, 1), (2, 0)]  # block 1 forgets alone
 
@@ -20,7 +20,6 @@ def with_full_heads(name: str, dtype: torch.dtype = torch.float32) -> PreTrained
 
 
 shared = cache(with_full_heads)  # for tests that do not change it
-_remembering = cache(lambda name, dtype: forgetful_retrofit(name, None, dtype))
 
 
 def masks_of_heads(model: PreTrainedModel, row: list[int]) -> Tensor:
@@ -42,6 +41,6 @@ def masks_of_heads(model: PreTrainedModel, row: list[int]) -> Tensor:
 
 def expected_logits(name: str, row: list[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """A pass of a model that sees everything, under those masks, (length, entries)."""
-    model = _remembering(name, dtype)
+    model = shared_remembering(name, dtype)
     with torch.no_grad(), block_masks(model, masks_of_heads(model, row)) as inputs:
         return model(torch.tensor([row]), **inputs).logits[0]

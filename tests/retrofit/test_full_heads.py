@@ -16,7 +16,8 @@ from metatokens.model.chunked_attention import CHUNK
 from metatokens.model.forgetting_cache import LayerOfHeads
 from metatokens.retrofit.text_window import text_window_of
 from tests.checkpointing import checkpoint_activations
-from tests.model.agreement import Gradients, assert_gradients_close, gradients_by
+from tests.gradients import Gradients, gradients_by
+from tests.model.agreement import assert_gradients_close
 from tests.model.in_pieces import in_steps, sizes_of
 from tests.model.text_window import ROWS, SINKS, WINDOW, seen
 from tests.model.tiny_models import META, pad, random_rows, tiny_model
@@ -194,16 +195,6 @@ def test_a_base_without_sdpa_is_refused() -> None:
     with pytest.raises(UserError, match=r"full heads need attn_implementation 'sdpa'"):
         set_text_window(model, WINDOW, SINKS, full_heads=[(0, 0)])
     assert model.config.text_full_heads is None
-
-
-def test_another_attention_function_is_refused_and_sdpa_is_not() -> None:
-    model = with_full_heads("llama")
-    expected = model(IDS).logits
-    model.set_attn_implementation("eager")
-    with pytest.raises(UserError, match="this model has 'eager'"):
-        model(IDS)
-    model.set_attn_implementation("sdpa")
-    assert torch.equal(model(IDS).logits, expected)
 
 
 def test_a_model_of_this_package_has_no_full_heads() -> None:

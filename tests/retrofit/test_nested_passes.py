@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from metatokens.decoder import decoder_of
 from metatokens.errors import UserError
 from tests.checkpointing import checkpoint_activations
-from tests.model.agreement import assert_gradients_close, gradients_by
+from tests.gradients import gradients_by
+from tests.model.agreement import assert_gradients_close
 from tests.model.text_window import FULL
 from tests.model.tiny_models import random_rows
 from tests.retrofit.architectures import LENGTH, error, logits, retrofitted, text, with_meta_tokens

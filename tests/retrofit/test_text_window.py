@@ -13,7 +13,8 @@ from transformers.models.llama import modeling_llama
 from metatokens import add_meta_attention, load_meta, save_meta, set_text_window
 from metatokens.errors import UserError
 from tests.checkpointing import checkpoint_activations
-from tests.model.agreement import Gradients, assert_close, assert_gradients_close, gradients_by
+from tests.gradients import Gradients, gradients_by
+from tests.model.agreement import assert_close, assert_gradients_close
 from tests.model.in_pieces import full_layers_alone_hold_all, in_steps, sizes_of
 from tests.model.text_window import FULL, PROMPTS, ROWS, SINKS, WINDOW, seen_in_blocks
 from tests.model.tiny_models import META, pad, random_rows

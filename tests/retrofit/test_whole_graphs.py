@@ -11,7 +11,8 @@ from torch._dynamo.exc import Unsupported
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
 from metatokens.errors import UserError
-from tests.model.agreement import assert_gradients_close, gradients_by
+from tests.gradients import gradients_by
+from tests.model.agreement import assert_gradients_close
 from tests.model.tiny_models import SECOND_ATTENTIONS, tiny_model
 from tests.retrofit.architectures import (
     LENGTH,

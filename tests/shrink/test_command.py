@@ -46,6 +46,7 @@ WINDOW, WINDOW_ALONE = (
 NEW_KINDS = ("statement", "question", "keys", "several", "chat")
 WEIGHTS = "model/model.safetensors"
 QUESTION = {"prompt": "The word is bird. What is the word?", "completion": " bird"}
+FORMS = 'train: {keys: [{state: " {name}!", ask: "\\nWho?", answer: " {name}"}]}'
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Could not find a config file"),
@@ -278,7 +279,7 @@ def test_progress_counts_each_result_once(call, tmp_path):
 
 def test_forms_and_questions_of_a_user_reach_the_run(line, tmp_path, metatokens):
     forms, questions, out = (tmp_path / name for name in ("forms.yaml", "own.jsonl", "run"))
-    forms.write_text('train: {keys: [{state: " {name}!", ask: "\\nWho?", answer: " {name}"}]}')
+    forms.write_text(FORMS)
     records = [QUESTION | {"prompt": f"The word is bird. {number}?"} for number in range(23)]
     # One that comes twice is either trained on or measured on.
     questions.write_text("".join(f"{json.dumps(record)}\n" for record in records * 2))
@@ -329,11 +330,9 @@ def test_full_heads_leave_room_for_a_window(line, tmp_path, metatokens):
 
 
 MISTAKES = {
-    "--keep 0": "cache.keep: Input should be greater than 0",
     "--keep 1": "cache.keep: Input should be less than 1",
     "--keep x": "--keep 'x' is no share: give one such as 1/8 or 0.125",
     "--keep 1/0": "--keep '1/0' is no share",
-    "--keep nan": "cache.keep: Input should be",
     "--keep 1/8": "has no room for a window if 1 of 6 heads are full",
     "--full-heads 0.0,1.0,2.1": "has no room for a window if 3 of 6 heads are full",
     "--set cache.number_of_full_heads=9": "has no room for a window if 9 of 6 heads are full",
@@ -346,10 +345,8 @@ MISTAKES = {
     "--set training.gradient_accumulation_steps=2": "mixture.tokens decides the size of a batch",
     "--full-heads 1.1 --set cache.number_of_full_heads=1": "number_of_full_heads exclude each other",
     "--set training.text_window=8": "cache.keep decides the window",
-    "--set mixture.longest=100": "mixture.longest: Input should be greater than or equal to 128",
     "--set 'tests.texts={2000: 1, 40: 1}'": "no length of tests.texts is between 118 and 1,024 tokens",
     "--keep 0.95 --set cache.length=1024": "reaches over most of the 512 tokens that a text of the training may have",
-    "--set tests.excerpts=1": "tests.excerpts: Input should be greater than or equal to 2",
     "--text nowhere.txt": "nowhere.txt",
     "--questions nowhere.jsonl": "nowhere.jsonl",
     "--questions empty.jsonl": "empty.jsonl holds no record",
@@ -445,13 +442,29 @@ def test_another_model_or_other_questions_are_another_run(base, copy, line, tmp_
     assert "(questions_sha256 was None" in refused(metatokens, with_questions)
 
 
-def test_overwriting_keeps_the_text(line, documents, tmp_path, metatokens):
-    (tmp_path / "run").mkdir()
-    write_documents(tmp_path / "run" / "text.jsonl", documents)
+@pytest.mark.parametrize(
+    ("option", "file"),
+    [
+        ("--text '{folder}/tex*.jsonl'", "text.jsonl"),
+        ("--model {folder}/base", "base"),
+        ("--forms {folder}/forms.yaml", "forms.yaml"),
+        ("--questions {folder}/questions.jsonl", "questions.jsonl"),
+    ],
+)
+def test_overwriting_keeps_what_the_run_reads(
+    option, file, base, copy, documents, line, metatokens, contents
+):
+    write_documents(copy / "text.jsonl", documents)
+    shutil.copytree(base, copy / "base")
+    (copy / "forms.yaml").write_text(FORMS)
+    records = [QUESTION | {"prompt": f"The word is bird. {number}?"} for number in range(10)]
+    (copy / "questions.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    before = contents(copy)
 
-    overwriting = f"--text {tmp_path}/r*/text.jsonl --out {tmp_path}/run --overwrite"
+    error = refused(metatokens, f"{line} --out {copy} --overwrite {option.format(folder=copy)}")
 
-    assert "run/text.jsonl, which this run reads" in refused(metatokens, f"{line} {overwriting}")
+    assert f"--overwrite would remove {copy / file}, which this run reads" in error
+    assert contents(copy) == before
 
 
 @pytest.mark.usefixtures("no_step")

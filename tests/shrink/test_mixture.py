@@ -131,17 +131,21 @@ def test_a_batch_has_records_that_follow_one_another_in_length(make):
     assert batches
 
 
-@pytest.mark.parametrize("records", ["user_records", "replies"])
-def test_records_occur(records, make):
+@pytest.mark.parametrize(("records", "share"), [("user_records", 0.25), ("replies", 0.2)])
+def test_records_have_their_share_of_the_steps_without_prose(records, share, make):
+    without_prose, length = 300, LONGEST // 2
+    # Short texts in small batches, which are drawn more quickly.
+    sizes = {"tokens": length, "longest": length, "steps": 2 * without_prose, "prose_share": 1 / 2}
     of_records = []
-    for batch in make(**{records: [RECORD]}, steps=60):
+    for batch in make(**{records: [RECORD]}, **sizes):
         ids, labels = batch["input_ids"], batch["labels"]
         if ids[0, : len(RECORD.input_ids)].tolist() == RECORD.input_ids:
             assert {*map(tuple, ids.tolist())} == {(11, 12, 13, 14, 15, 0)}
             assert {*map(tuple, labels.tolist())} == {(*[IGNORED_LABEL] * 3, 14, 15, 0)}
             of_records.append(len(ids))
-    assert 3 <= len(of_records) <= 18  # a quarter or a fifth of 40 batches is expected
-    assert set(of_records) == {TOKENS // len(RECORD.input_ids)}
+    standard_deviation = (without_prose * share * (1 - share)) ** 0.5
+    assert abs(len(of_records) - without_prose * share) < 4 * standard_deviation
+    assert set(of_records) == {length // len(RECORD.input_ids)}
 
 
 def test_a_long_system_prompt_leaves_short_texts_without_chats(make, lookups):

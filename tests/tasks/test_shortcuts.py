@@ -152,6 +152,8 @@ def test_no_simple_rule_is_better_than_those_that_are_named(
         name: sum(is_right) / count
         for name, is_right in answers(task, condition, train, test).items()
     }
+    if (task, condition) != ("list_recall", "paper"):  # where the paper's prompts give it away
+        assert max(named.values()) < 0.9
     floor = max(*named.values(), module_of(task).CHANCE or 0.0)
 
     rules = rules_of_words_near_markers() | rules_of_words_of_lines() | rules_of_counts()
@@ -213,8 +215,44 @@ def example_of(prompt, completion):
                 "the count in the whole list",
             ],
         ),
+        (
+            "parity",
+            "paper",
+            "Bits: 1 0 _PAUSE_ 1 0 0\nQ: What is the XOR of all bits before this pause? _PAUSE_",
+            " 1",
+            [
+                "the opposite of the last bit that is asked about",
+                "the commonest answer",
+                "a table of the bits that are asked about",
+            ],
+            ["the last bit that is asked about", "the XOR of all bits"],
+        ),
+        (
+            "parity",
+            "landmark",
+            "Bits: 1 1 _PAUSE_ 1 1 0 _PAUSE_\nQ: What is the XOR of the first 3 bits? _PAUSE_",
+            " 1",
+            [
+                "the last bit that is asked about",
+                "the commonest answer",
+                "a table of the bits that are asked about",
+            ],
+            [
+                "the opposite of the last bit that is asked about",
+                "the XOR of all bits",
+                "the XOR of the bits before the first marker",
+            ],
+        ),
+        (
+            "copying",
+            "landmark",
+            "There was _PAUSE_ hardly a _PAUSE_ clue to\nQ: Copy the 2 words after There was _PAUSE_",
+            " hardly a",
+            ["the text between the first two markers", "the commonest answer"],
+            [],
+        ),
     ],
-    ids=["list_recall", "segment_counting"],
+    ids=["list_recall", "segment_counting", "parity", "parity, landmark", "copying, landmark"],
 )
 def test_the_named_shortcuts_on_a_prompt_written_by_hand(
     task, condition, prompt, completion, right, wrong

@@ -11,8 +11,6 @@ from safetensors.torch import load_file
 from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
 from metatokens.errors import UserError
-from metatokens.evaluation.perplexity import held_out_text, perplexity
-from metatokens.records import About
 from metatokens.training.extend import extend
 from tests.numbers import ROUNDED
 from tests.training.conftest import (
@@ -59,18 +57,11 @@ def test_it_trains_the_start_with_longer_rotary_tables_on_longer_blocks(
     assert first_loss(undisturbed) == pytest.approx(expected, rel=ROUNDED)
 
 
-def test_the_result_is_a_model_of_the_longer_context_and_can_read_beyond_it(
-    small_store: TokenStore, undisturbed: Path
-) -> None:
+def test_the_result_is_a_model_of_the_longer_context(undisturbed: Path) -> None:
     model = load_model(undisturbed)
     assert model.config.max_position_embeddings == 128
     assert model.config.rope_parameters["rope_type"] == "yarn"
     assert model.config.rope_parameters["original_max_position_embeddings"] == LENGTH
-    text = held_out_text(str(small_store.path), small_store.tokenizer)
-    beyond = perplexity(
-        model, text, About(model="extended"), block_size=256, fraction=0.1, placement="uniform"
-    )
-    assert 1 < beyond.value < 1000
 
 
 def test_settings_are_recorded_and_others_refused(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from metatokens.checkpoint import load_model
 from metatokens.data.store import TokenStore
@@ -17,7 +17,7 @@ from metatokens.data.tokenizer import check_meta_token, load_tokenizer, text_voc
 from metatokens.errors import UserError
 from metatokens.recipe import Phase, TrainingSettings
 from metatokens.retrofit.injection import add_meta_attention
-from metatokens.tasks.example import Encoded, read_examples
+from metatokens.tasks.example import Encoded
 from metatokens.training.examples import Collator
 from metatokens.training.finetune import finetune
 from metatokens.training.probe import held_out_probe
@@ -224,31 +224,6 @@ def records(tmp_path: Path) -> Path:
     literal = {"prompt": "the cat _PAUSE_ sat", "completion": " river"}
     path.write_text(f"{json.dumps(marked)}\n{json.dumps(literal)}\n", encoding="utf-8")
     return path
-
-
-def greedy(folder: Path, record: Encoded, tokenizer: PreTrainedTokenizerBase) -> str:
-    ids = torch.tensor([record.input_ids[: record.answer_start]])
-    output = (
-        load_model(folder).eval().generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
-    )
-    return tokenizer.decode(output[0, record.answer_start :], skip_special_tokens=True)
-
-
-def test_own_records_are_learned_and_a_literal_marker_stays_text(
-    model: Path, finetuning: Finetuning, records: Path, tmp_path: Path
-) -> None:
-    recipe = finetuning(
-        "training.max_steps=60", "training.learning_rate=0.02", "training.save_steps=60"
-    )
-    finetune(recipe, model, tmp_path / "run", data=records)
-    tokenizer, folder = load_tokenizer(str(model)), tmp_path / "run" / "data"
-    marked, literal = read_examples(records, tokenizer)
-    losses = figures_of(folder, "loss")
-    assert marked.input_ids.count(tokenizer.meta_token_id) == 1
-    assert literal.input_ids.count(tokenizer.meta_token_id) == 0
-    assert losses[-1] < 0.1 * losses[0]
-    assert greedy(folder, marked, tokenizer) == " hills"
-    assert greedy(folder, literal, tokenizer) == " river"
 
 
 def test_a_run_on_own_records_resumes_and_is_bound_to_its_texts(

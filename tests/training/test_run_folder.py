@@ -1,5 +1,6 @@
 """The folder of a run: its settings, and one process at a time."""
 
+import itertools
 import json
 import signal
 import threading
@@ -144,9 +145,35 @@ def test_overwriting_removes_everything_that_the_run_left(tmp_path: Path) -> Non
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "kept.txt").write_text("kept")
     (tmp_path / "run" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "run" / "curve.jsonl").symlink_to(tmp_path / "elsewhere" / "kept.txt")
     assert is_finished(tmp_path / "run", SETTINGS, overwrite=True) is False
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"settings.json", ".lock"}
     assert (tmp_path / "elsewhere" / "kept.txt").read_text() == "kept"
+
+
+@pytest.mark.parametrize("removed", range(4))
+def test_a_run_whose_replacement_was_interrupted_can_be_replaced(
+    removed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, new_settings = tmp_path / "run", SETTINGS | {"verb": "finetune"}
+    is_finished(out, SETTINGS)
+    for name in ("curve.jsonl", "config.json", "model.safetensors"):
+        (out / name).touch()
+    unlink, removals = Path.unlink, itertools.count()
+
+    def interrupted(path: Path) -> None:
+        if next(removals) == removed:
+            raise KeyboardInterrupt
+        unlink(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            is_finished(out, new_settings, overwrite=True)
+    assert len(list(out.iterdir())) == 5 - removed
+    assert is_finished(out, new_settings, overwrite=True) is False
+    assert {path.name for path in out.iterdir()} == {"settings.json", ".lock"}
+    assert json.loads((out / "settings.json").read_text()) == new_settings
 
 
 def test_several_processes_do_not_replace_a_run(

@@ -8,7 +8,6 @@ import pytest
 from metatokens.data.store import TokenStore
 from metatokens.data.tokenizer import meta_token_id
 from metatokens.errors import UserError
-from metatokens.recipe import FinetuneRecipe, load_recipe
 from metatokens.tasks.curriculum import Sizes, TaskData
 from metatokens.tasks.drills import draw_drill
 from metatokens.training import trainer
@@ -56,6 +55,25 @@ def test_a_stage_has_its_prompts_and_its_batch(
     assert seen_lists == lists
     assert seen_items == items
     assert len(examples) == count
+
+
+def test_a_stage_of_drills_has_drills_and_no_prompts_of_its_task(
+    finetuning: Finetuning, small_store: TokenStore
+) -> None:
+    recipe = finetuning(stages(f"{SHORT}, drill: true", SHORT))
+    source = train_source(recipe, "parity", small_store.tokenizer, ())
+    questions = []
+    for phase in recipe.phases()[:2]:
+        of_phase = set()
+        for example in train_examples(recipe, source, phase):
+            prompt = small_store.tokenizer.decode(example.input_ids[: example.answer_start])
+            of_phase.add(prompt.rpartition("\n")[2])
+        questions.append(of_phase)
+
+    assert questions == [
+        {"Q: Copy the bracketed text.<|meta|>"},
+        {"Q: What is the XOR of all bits before this pause?<|meta|>"},
+    ]
 
 
 def test_a_run_whose_stage_would_have_another_batch_is_not_resumed(
@@ -129,18 +147,3 @@ def test_a_drill_asks_for_the_tokens_in_its_bracket(task: str, small_store: Toke
         assert tokenizer.eos_token_id not in context
         assert len(context) // len(bracketed) in (2, 3)
     assert sizes == set(range(3, 11))
-
-
-# --- what does not fit
-
-
-@pytest.mark.parametrize(
-    ("stage", "sentence"),
-    [
-        ("lists: [2, 3], max_steps: 4", r"task.stages.0.items: Field required"),
-        (f"{SHORT}, wide: 1", r"task.stages.0.wide: Extra inputs are not permitted"),
-    ],
-)
-def test_a_stage_that_makes_no_sense_is_refused(stage: str, sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
-        load_recipe(FinetuneRecipe, "demo_finetune", [stages(stage)])

@@ -1,22 +1,10 @@
 """Fixtures of the report's tests."""
 
-from collections.abc import Sequence
-
 import pytest
 
-from metatokens.paper.frame import Inputs, load
+from metatokens.paper.frame import load
 from tests.paper.report import pages
-from tests.paper.report.made_lines import Line, grid, write
-
-
-@pytest.fixture
-def read(tmp_path):
-    """What `load` makes of some result lines, and of lines of a run's other files."""
-
-    def read(results: Sequence[Line], **files: Sequence[Line]) -> Inputs:
-        return load([write(tmp_path / "run", results=results, **files)])
-
-    return read
+from tests.paper.report.made_lines import grid
 
 
 @pytest.fixture(scope="session")
