@@ -233,10 +233,10 @@ class CurriculumSettings(_Settings):
 
     @model_validator(mode="after")
     def _ranges_ascend(self) -> "CurriculumSettings":
-        for name, (fewest, most) in (("lists", self.lists), ("items", self.items)):
-            if fewest > most:
+        for name, (low, high) in (("lists", self.lists), ("items", self.items)):
+            if low > high:
                 raise ValueError(
-                    f"the {name} of a stage are {fewest} to {most}: give the smaller number first"
+                    f"the {name} of a stage are {low} to {high}: give the smaller number first"
                 )
         return self
 

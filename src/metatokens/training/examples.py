@@ -76,11 +76,11 @@ def train_source(
     """The task, from which a recipe's examples are drawn."""
     if task != "segment_counting" and any(stage.bracket_loss for stage in recipe.task.stages):
         raise UserError(f"bracket_loss works with segment_counting alone, not with {task}.")
-    most = len(INVENTORY)
+    categories = len(INVENTORY)
     for stage in recipe.task.stages:
-        if task in LISTS_OF_CATEGORIES and not stage.drill and stage.lists[1] > most:
+        if task in LISTS_OF_CATEGORIES and not stage.drill and stage.lists[1] > categories:
             raise UserError(
-                f"a stage of {task} has up to {stage.lists[1]} lists, and there are {most} categories."
+                f"a stage of {task} has up to {stage.lists[1]} lists, and there are {categories} categories."
             )
     return TaskData(
         task,
