@@ -122,13 +122,15 @@ def kinds_rows(lines: Sequence[Result], lengths: Sequence[int]) -> dict[str, lis
 def run_rows(
     lines: Sequence[Result], full: Sequence[Result], lengths: Sequence[int]
 ) -> dict[str, list[str]]:
-    """What the shrunk model of each run finds of the new kinds, and its losses next to those of `full`."""
+    """What the shrunk model of each run finds of the new kinds, and its losses next to those of `full` of its seed."""
     rows = {}
     for run in dict.fromkeys(str(line.recipe) for line in lines):
         of_run = [line for line in lines if line.recipe == run and line.model == SHRUNK]
+        seeds = {line.seed for line in of_run}
+        full_of_seed = [line for line in full if line.seed in seeds]
         findings = Findings(of_run, NEW, FACTS)
         shares = [cell(findings, SHRUNK, length) for length in lengths]
-        losses = [nats(loss_difference(kind, of_run, full)) for kind in (EXCERPT, REPLY)]
+        losses = [nats(loss_difference(kind, of_run, full_of_seed)) for kind in (EXCERPT, REPLY)]
         rows[run] = [kept_share(of_run, SHRUNK, 4096), *shares, *losses]
     return rows
 
@@ -146,7 +148,7 @@ def report(lines: Sequence[Result]) -> str:
     cells_kept = {
         model: [kept_share(main, model, length) for length in lengths] for model in findings.models
     }
-    full_of_first_seed = [line for line in main if line.model == FULL and line.seed == 0]
+    full = [line for line in main if line.model == FULL]
     return "\n\n".join(
         [
             table("look-ups of new forms found, %", cells_found, lengths),
@@ -155,7 +157,7 @@ def report(lines: Sequence[Result]) -> str:
             table("kept of a text, %", cells_kept, lengths),
             table(
                 "run",
-                run_rows(named, full_of_first_seed, lengths),
+                run_rows(named, full, lengths),
                 [
                     "kept of 4,096, %",
                     *(f"found at {length}, %" for length in lengths),
