@@ -346,6 +346,7 @@ class CacheSettings(_Settings):
         0.125  # the share of the keys and values of a text of this length
     )
     length: Positive = 4096  # tokens, at most the model's limit
+    window: Positive | None = None  # in place of that share
     # The key-value heads that keep everything: pairs of a block and a head. None: those that need it most, which take
     # four fifths of the share at most, or are a single one.
     full_heads: Heads | None = None
@@ -358,6 +359,14 @@ class CacheSettings(_Settings):
         if self.full_heads is not None and self.number_of_full_heads is not None:
             raise ValueError(
                 "cache.full_heads and number_of_full_heads exclude each other: give one of them"
+            )
+        if (
+            self.window is not None
+            and self.full_heads is None
+            and self.number_of_full_heads is None
+        ):
+            raise ValueError(
+                "cache.window decides no number of full heads: give cache.full_heads or number_of_full_heads too"
             )
         return self
 

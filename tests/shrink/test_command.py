@@ -1,6 +1,7 @@
 """`metatokens shrink` from end to end: what it leaves, how it goes on, and what it refuses."""
 
 import json
+import re
 import shutil
 from collections import Counter
 from contextlib import contextmanager
@@ -166,7 +167,11 @@ def test_the_page_has_the_figures_of_the_results(finished):
 def test_a_finished_run_does_no_step_again(copy, line, metatokens, contents):
     before = contents(copy)
     told = succeed(metatokens, f"{line.replace('1/2', '0.5')} --out {copy}")
-    summary, *paths = told.splitlines()
+    chosen, summary, *paths = told.splitlines()
+    head = r"\d\.\d \(\d+\.\d\d nats\)"
+    assert re.fullmatch(
+        f"full heads: {head}, {head}; an answer costs .* nats with the full cache", chosen
+    )
     assert summary in (copy / "page.html").read_text()
     assert summary.startswith(f"In texts of {LONGEST} tokens the cache keeps ")
     assert paths == [f"model: {copy}/model", f"page: {copy}/page.html"]
@@ -344,6 +349,7 @@ MISTAKES = {
     "--set training.per_device_train_batch_size=2": "mixture.tokens decides the size of a batch",
     "--set training.gradient_accumulation_steps=2": "mixture.tokens decides the size of a batch",
     "--full-heads 1.1 --set cache.number_of_full_heads=1": "number_of_full_heads exclude each other",
+    "--set cache.window=9": "cache.window decides no number of full heads",
     "--set training.text_window=8": "cache.keep decides the window",
     "--set 'tests.texts={2000: 1, 40: 1}'": "no length of tests.texts is between 118 and 1,024 tokens",
     "--keep 0.95 --set cache.length=1024": "reaches over most of the 512 tokens that a text of the training may have",

@@ -15,6 +15,15 @@ def test_sizes_of_an_eighth_in_smollm2():
     assert sizes.beyond_by_length == {512: 256, 2048: 516, 4096: 516, 8192: 516}
 
 
+def test_a_window_in_place_of_the_share():
+    heads = {"cache.number_of_full_heads": 9, "cache.window": 109}
+    overrides = [f"{name}={value}" for name, value in heads.items()]
+    sizes = Sizes.of(load_recipe(ShrinkRecipe, "shrink", overrides), heads=90, limit=8192)
+    assert (sizes.full_heads, sizes.window) == (9, 109)
+    # A window alone keeps as much: 0.1 + 0.9 * 113 / 4,096 of 4,096 tokens, 4 sinks among them.
+    assert sizes.window_alone == 507
+
+
 def test_landmarks_take_room_in_the_cache_and_below_the_limit():
     sizes = Sizes.of(RECIPE, heads=90, limit=8192, landmarks=0.02)
     share = sizes.full_heads / 90

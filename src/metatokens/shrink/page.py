@@ -105,6 +105,19 @@ class Findings:
         return " ".join(sentences)
 
     @property
+    def chosen(self) -> str:
+        """The heads that keep all text, and what an answer loses without each if that was measured."""
+        losses = {loss.head: loss.loss for loss in self.losses}
+        names = []
+        for head in self.full_heads:
+            name = name_of_head(head)
+            names.append(f"{name} ({losses[head]:.2f} nats)" if head in losses else name)
+        with_all = (
+            f"; an answer costs {losses[None]:.2f} nats with the full cache" if losses else ""
+        )
+        return f"{', '.join(names) or 'none'}{with_all}"
+
+    @property
     def reference(self) -> str | None:
         """The model to compare with: the full cache, trained alike, or else as it was; None if neither is measured."""
         return next((name for name in (TRAINED_FULL, BASE) if name in self.models), None)

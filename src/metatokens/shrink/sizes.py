@@ -53,7 +53,13 @@ class Sizes:
         """
         length = min(recipe.cache.length, limit)
         full_heads = _number_of_full_heads(recipe.cache, heads, landmarks)
-        window = _window(recipe.cache, full_heads, heads, length, landmarks)
+        keep = recipe.cache.keep
+        window = recipe.cache.window
+        if window is None:
+            window = _window(keep, full_heads, heads, length, landmarks)
+        else:
+            full_share = full_heads / heads
+            keep = full_share + (1 - full_share) * (window + TEXT_SINKS) / length + landmarks
         beyond = window + MARGIN
         shortest = 3 * beyond // 2
         longest = min(max(recipe.mixture.longest, 2 * beyond), limit // 2)
@@ -77,7 +83,7 @@ class Sizes:
             length=length,
             full_heads=full_heads,
             window=window,
-            window_alone=_window(recipe.cache, 0, heads, length, landmarks),
+            window_alone=_window(keep, 0, heads, length, landmarks),
             beyond=beyond,
             shortest=shortest,
             longest=longest,
@@ -103,17 +109,15 @@ def _number_of_full_heads(cache: CacheSettings, heads: int, landmarks: float) ->
     return max(1, int(heads * (cache.keep - landmarks) * 4 // 5))
 
 
-def _window(
-    cache: CacheSettings, full_heads: int, heads: int, length: int, landmarks: float
-) -> int:
+def _window(keep: float, full_heads: int, heads: int, length: int, landmarks: float) -> int:
     """The window with which the share is kept of a text of the length, next to full heads and landmarks."""
     full_share = full_heads / heads
-    rest = cache.keep - full_share - landmarks
+    rest = keep - full_share - landmarks
     window = int(rest / (1 - full_share) * length) - TEXT_SINKS if rest > 0 else 0
     if window < FEWEST:
         besides = f", and landmarks take {landmarks:.1%}" if landmarks else ""
         raise UserError(
-            f"a cache that keeps {cache.keep:.3g} of {length:,} tokens has no room for a window if {full_heads} of "
+            f"a cache that keeps {keep:.3g} of {length:,} tokens has no room for a window if {full_heads} of "
             f"{heads} heads are full{besides}: keep more, or fewer full heads."
         )
     return window
