@@ -107,7 +107,7 @@ def trainer(
         "training.min_learning_rate=0.001",
         "training.weight_decay=0.1",
     )
-    model = small_model(bias=True, position_embedding="learned", max_position_embeddings=64)
+    model = small_model(bias=True, position_embedding="learned", max_position_embeddings=72)
     return trainer_of(partial(finetune, recipe, model, tmp_path, task="parity"))
 
 
