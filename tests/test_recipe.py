@@ -189,7 +189,10 @@ def test_an_override_may_open_a_section(tmp_path):
             "training.decay_steps=5",
             "training.decay_steps is 5, less than the 300 steps of the training",
         ),
-        ("data.placement=every:0", "'every:0' is no rule for landmarks: give line, "),
+        (
+            "data.placement=every:0",
+            "'every:0' is no placement: give uniform, periodic or none, or a rule for landmarks: line, ",
+        ),
         (
             "training.max_steps",
             "--set 'training.max_steps' is not of the form section.key=value.",

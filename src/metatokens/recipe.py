@@ -52,25 +52,26 @@ _APART = 2**32  # between the indices of two phases' examples; no phase has as m
 _PACKAGED = files("metatokens") / "recipes"
 
 
+_LANDMARK_RULE = re.compile("line|paragraph|sentence|every:[1-9][0-9]{0,5}")
+_LANDMARK_RULES = "line, paragraph, sentence or every:N, such as every:10"
+
+
 def landmark_rule(rule: str) -> str:
     """Return `rule` if it is a rule for landmarks, and refuse it if it is not."""
-    if re.fullmatch("line|paragraph|sentence|every:[1-9][0-9]{0,5}", rule):
+    if _LANDMARK_RULE.fullmatch(rule):
         return rule
-    raise UserError(
-        f"{rule!r} is no rule for landmarks: give line, paragraph, sentence or every:N, such as every:10."
-    )
+    raise UserError(f"{rule!r} is no rule for landmarks: give {_LANDMARK_RULES}.")
 
 
 LandmarkRule = Annotated[str, AfterValidator(landmark_rule)]
 
 
 def _placement(name: str) -> str:
-    if name in get_args(Placement):
+    if name in get_args(Placement) or _LANDMARK_RULE.fullmatch(name):
         return name
-    try:
-        return landmark_rule(name)
-    except UserError as error:
-        raise UserError(f"{error} data.placement may also be uniform, periodic or none.") from error
+    raise UserError(
+        f"{name!r} is no placement: give uniform, periodic or none, or a rule for landmarks: {_LANDMARK_RULES}."
+    )
 
 
 class _Settings(BaseModel):

@@ -85,7 +85,7 @@ def shrink(
         overwrite=overwrite,
         watch=progress_bar,
     )
-    say(f"full heads: {findings.chosen}")
+    say(findings.chosen)
     say(findings.summary)
     say(f"model: {out / 'model'}")
     say(f"page: {out / PAGE}")

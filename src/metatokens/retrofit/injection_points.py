@@ -86,7 +86,7 @@ def probe_ids(model: PreTrainedModel, complaint: str, length: int = 8) -> Iterat
         model.eval()
         with torch.autocast(torch.device(device).type, enabled=False):  # outputs are compared
             yield ids.to(device)
-    except Exception as error:  # of any type
+    except Exception as error:  # the base's own code may raise any
         reason = f"({type(error).__name__}: {one_line(error)[:200]})"
         raise UserError(f"{complaint.format(type(model).__name__)}, and fails {reason}.") from error
     finally:

@@ -106,16 +106,15 @@ class Findings:
 
     @property
     def chosen(self) -> str:
-        """The heads that keep all text, and what an answer loses without each if that was measured."""
+        """A line with the heads that keep all text, and what answers cost without each if that was measured."""
         losses = {loss.head: loss.loss for loss in self.losses}
-        names = []
-        for head in self.full_heads:
-            name = name_of_head(head)
-            names.append(f"{name} ({losses[head]:.2f} nats)" if head in losses else name)
-        with_all = (
-            f"; an answer costs {losses[None]:.2f} nats with the full cache" if losses else ""
+        if not losses:
+            return f"full heads: {_names(self.full_heads) or 'none'}"
+        costs = ", ".join(f"{name_of_head(head)} ({losses[head]:.2f})" for head in self.full_heads)
+        return (
+            f"full heads, with the nats that an answer costs if one alone forgets: {costs}; {losses[None]:.2f} if none "
+            "does"
         )
-        return f"{', '.join(names) or 'none'}{with_all}"
 
     @property
     def reference(self) -> str | None:
@@ -199,12 +198,17 @@ def name_of_head(head: Head) -> str:
     return ".".join(map(str, head))
 
 
+def _names(heads: Sequence[Head]) -> str:
+    return ", ".join(map(name_of_head, heads))
+
+
 def write_page(findings: Findings, file: Path) -> None:
     """Write the page of findings."""
     picture = base64.b64encode(_picture(findings)).decode()
     template = page_templates("metatokens.shrink").get_template("page.html.j2")
     text = template.render(
         findings=findings,
+        full_heads=_names(findings.full_heads),
         name_of_head=name_of_head,
         labels=LABELS,
         picture=picture,

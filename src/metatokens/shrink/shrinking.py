@@ -417,7 +417,7 @@ class _Run:
         _write_list(file, measured)
 
     def findings(self, choice: Choice) -> Findings:
-        """What is measured so far."""
+        """What the page shows, as far as it has been measured."""
         results = [
             result
             for name in MODELS
