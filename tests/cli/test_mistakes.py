@@ -67,7 +67,7 @@ REPLACE = f"finetune --out run --overwrite --model model {TWO_STEPS}"
 AUXILIARY = "{lists: [1, 2], items: [1, 2], max_steps: 2, bracket_loss: 0.1}"
 MISTAKES = {
     # recipes
-    f"{PRETRAIN} --out new --set data.placement=word": "'word' is no placement: give uniform, periodic or none, or a rule for landmarks",
+    f"{PRETRAIN} --out new --set data.placement=word": "'word' is no placement: give uniform, ",
     "pretrain --recipe demo --out new": "the recipe must name data.tokens",
     f"{FINETUNE} --task parity --set training.eval_steps=1": "which needs held-out records: give --eval-data",
     # a task or records
