@@ -1,4 +1,4 @@
-"""`transformers serve` on a retrofitted SmolLM2-135M-Instruct, which the OpenAI client asks over HTTP."""
+"""`transformers serve` on retrofits of SmolLM2-135M-Instruct, which the OpenAI client asks over HTTP."""
 
 import socket
 import subprocess
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.request import urlopen
 
 import pytest
 import torch
 from openai import OpenAI
 from real import FOLDER
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import metatokens
 
@@ -45,51 +45,85 @@ class Folder(NamedTuple):
     answers: list[str]
 
 
+class Answering:
+    """A model and its tokenizer, which answer the questions by `generate`."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any):
+        self.model, self.tokenizer = model, tokenizer
+        self.prompts = [self._prompt(question) for question in QUESTIONS]
+
+    def _prompt(self, question: str) -> list[int]:
+        ids = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True
+        )["input_ids"]
+        assert (self.tokenizer.meta_token_id in ids) == ("<|meta|>" in question)
+        return ids
+
+    def __call__(self) -> list[str]:
+        return [self._answer(prompt) for prompt in self.prompts]
+
+    def _answer(self, prompt: list[int]) -> str:
+        row = self.model.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False)[0]
+        return self.tokenizer.decode(row[len(prompt) :], skip_special_tokens=True)
+
+    def save(self, path: Path, without: list[str]) -> Folder:
+        """Save the model, whose answers are other ones than those `without` what the test is about."""
+        answers = self()
+        assert answers != without
+        self.model.save_pretrained(path)
+        self.tokenizer.save_pretrained(path)
+        return Folder(path, answers)
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    path, tokenizer = (
-        tmp_path_factory.mktemp("serve") / "whole",
-        AutoTokenizer.from_pretrained(FOLDER),
-    )
+def with_meta_attention(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """A landmark follows every fourth token."""
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model = AutoModelForCausalLM.from_pretrained(FOLDER)
     model = metatokens.add_meta_attention(model, tokenizer, heads=3, head_size=64).eval()
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():  # as if it had been trained
         if "meta_attention.attention.out_proj" in name:
             weight.data.normal_(std=0.02, generator=generator)
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True
-        )["input_ids"]
-        for question in QUESTIONS
-    ]
-    assert [tokenizer.meta_token_id in prompt for prompt in prompts] == [
-        "<|meta|>" in question for question in QUESTIONS
-    ]
-    options = {"max_new_tokens": TOKENS, "do_sample": False}
-    answers, others = (
-        [
-            tokenizer.decode(
-                model.generate(torch.tensor([prompt]), meta_every=every, **options)[
-                    0, len(prompt) :
-                ],
-                skip_special_tokens=True,
-            )
-            for prompt in prompts
-        ]
-        for every in (4, 0)
-    )
-    assert answers != others
+    answering = Answering(model, tokenizer)
+    without_landmarks = answering()
     model.generation_config.meta_every = 4
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return Folder(path, answers)
+    return answering.save(tmp_path_factory.mktemp("serve") / "whole", without_landmarks)
 
 
-@pytest.fixture(
-    scope="module", params=["", "--continuous-batching --cb-block-size 32 --cb-num-blocks 128"]
-)
-def client(folder: Folder, request: pytest.FixtureRequest) -> Iterator[OpenAI]:
+@pytest.fixture(scope="module")
+def with_text_window(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """The window is shorter than the questions; two heads keep all text."""
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    model = AutoModelForCausalLM.from_pretrained(FOLDER)
+    model = metatokens.add_meta_attention(model, tokenizer, layers=[]).eval()
+    answering = Answering(model, tokenizer)
+    without_window = answering()
+    metatokens.set_text_window(model, 16, full_heads=[(18, 2), (23, 0)])
+    return answering.save(tmp_path_factory.mktemp("serve") / "shrunk", without_window)
+
+
+SERVED = {
+    "meta-attention": ("with_meta_attention", ""),
+    "meta-attention, continuous batching": (
+        "with_meta_attention",
+        "--continuous-batching --cb-block-size 32 --cb-num-blocks 128",
+    ),
+    "a text window": ("with_text_window", ""),
+}
+
+
+class Served(NamedTuple):
+    """A model that a server answers from."""
+
+    folder: Folder
+    client: OpenAI
+
+
+@pytest.fixture(scope="module", params=SERVED)
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    fixture, options = SERVED[request.param]
+    folder: Folder = request.getfixturevalue(fixture)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -101,7 +135,7 @@ def client(folder: Folder, request: pytest.FixtureRequest) -> Iterator[OpenAI]:
         str(folder.path),
         "--trust-remote-code",
     ]
-    command += ["--device", "cpu", "--port", port, *request.param.split()]
+    command += ["--device", "cpu", "--port", port, *options.split()]
     with (
         (folder.path / "log").open("w") as log,
         subprocess.Popen(command, stdout=log, stderr=log) as server,
@@ -110,8 +144,9 @@ def client(folder: Folder, request: pytest.FixtureRequest) -> Iterator[OpenAI]:
             while not is_up(port):
                 assert server.poll() is None, (folder.path / "log").read_text()
                 time.sleep(0.5)
-            print(f"\n$ transformers serve {folder.path.name} --trust-remote-code {request.param}")
-            yield OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=600)
+            print(f"\n$ transformers serve {folder.path.name} --trust-remote-code {options}")
+            client = OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=600)
+            yield Served(folder, client)
         finally:
             server.terminate()
 
@@ -124,25 +159,29 @@ def is_up(port: str) -> bool:
         return False
 
 
-def ask(client: OpenAI, folder: Folder, question: str, stream: bool) -> str:
+def ask(served: Served, question: str, stream: bool) -> str:
     message = {"role": "user", "content": question}
-    answer = client.chat.completions.create(
-        model=str(folder.path), messages=[message], max_tokens=TOKENS, temperature=0, stream=stream
+    answer = served.client.chat.completions.create(
+        model=str(served.folder.path),
+        messages=[message],
+        max_tokens=TOKENS,
+        temperature=0,
+        stream=stream,
     )
     if not stream:
         return answer.choices[0].message.content
     return "".join(chunk.choices[0].delta.content or "" for chunk in answer)
 
 
-def test_requests_at_once_get_the_answers_of_generate(client: OpenAI, folder: Folder) -> None:
-    ask(client, folder, QUESTIONS[0], stream=False)  # makes the engine
+def test_requests_at_once_get_the_answers_of_generate(served: Served) -> None:
+    ask(served, QUESTIONS[0], stream=False)  # makes the engine
     rates = {}
     for at_once in (1, 4, 8):
         start = time.monotonic()
         with ThreadPoolExecutor(at_once) as pool:
             streamed = [True, False] * (len(QUESTIONS) // 2)
-            answers = list(pool.map(partial(ask, client, folder), QUESTIONS, streamed))
+            answers = list(pool.map(partial(ask, served), QUESTIONS, streamed))
         rates[at_once] = len(QUESTIONS) / (time.monotonic() - start)
-        assert answers == folder.answers
+        assert answers == served.folder.answers
         ratio = rates[at_once] / rates[1]
         print(f"{at_once} at once: {rates[at_once]:.2f} requests a second, {ratio:.2f} of one")
