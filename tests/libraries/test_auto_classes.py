@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from metatokens import MetaGPT2ForCausalLM
+from metatokens import MetaGPT2ForCausalLM, set_text_window
 from tests.retrofit.architectures import retrofitted
 
 ORDERS = {
@@ -27,6 +28,21 @@ def added(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def forgetful() -> PreTrainedModel:
+    """A Llama that forgets half of the prompt, but for one key-value head."""
+    model = retrofitted("llama")
+    set_text_window(model, 2, sinks=0, full_heads=[(0, 1)])
+    return model
+
+
+@pytest.fixture(scope="module")
+def forgetful_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a Llama with a text window."""
+    folder = tmp_path_factory.mktemp("forgetful")
+    forgetful().save_pretrained(folder)
+    return folder
+
+
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A fresh process that cannot reach the Hub."""
     variables = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": ""} | environment
@@ -36,20 +52,25 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def generated(folder: Path) -> list[list[list[int]]]:
-    """What both models answer in this process."""
-    models = (MetaGPT2ForCausalLM.from_pretrained(folder), retrofitted("llama"))
-    return [model.generate(torch.tensor(PROMPT), **OPTIONS).tolist() for model in models]
+    """What the three models answer in this process."""
+    models = (MetaGPT2ForCausalLM.from_pretrained(folder), retrofitted("llama"), forgetful())
+    answers = [model.generate(torch.tensor(PROMPT), **OPTIONS).tolist() for model in models]
+    assert answers[1] != answers[2]  # the window has an effect
+    return answers
 
 
 @pytest.mark.quick(order=["ours first"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_fresh_process_loads_a_checkpoint(folder: Path, added: Path, order: str) -> None:
+def test_a_fresh_process_loads_a_checkpoint(
+    folder: Path, added: Path, forgetful_folder: Path, order: str
+) -> None:
     code = f"""{ORDERS[order]}
 import json, torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 folder = {str(folder)!r}
 config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-models = [AutoModelForCausalLM.from_pretrained(path) for path in (folder, {str(added)!r})]
+folders = (folder, {str(added)!r}, {str(forgetful_folder)!r})
+models = [AutoModelForCausalLM.from_pretrained(path) for path in folders]
 assert type(AutoModelForCausalLM.from_config(config)) is type(models[0])
 assert tokenizer.meta_token_id == config.meta_token_id
 answer = pipeline("text-generation", folder)("the cat", max_new_tokens=3, do_sample=False)
@@ -59,19 +80,24 @@ print(json.dumps([type(config).__name__, *(type(model).__name__ for model in mod
     done = run(code)
     assert done.returncode == 0, done.stderr
     *names, answer, ids = json.loads(done.stdout.splitlines()[-1])
-    assert names == ["MetaGPT2Config", "MetaGPT2ForCausalLM", "LlamaForCausalLM"]
+    assert names == [
+        "MetaGPT2Config",
+        "MetaGPT2ForCausalLM",
+        "LlamaForCausalLM",
+        "LlamaForCausalLM",
+    ]
     assert answer[0]["generated_text"].startswith("the cat")
     assert ids == generated(folder)
     assert "is not supported" not in done.stderr
 
 
 def test_a_process_that_does_not_import_the_package_may_trust_the_folders_code(
-    folder: Path, added: Path, tmp_path: Path
+    folder: Path, added: Path, forgetful_folder: Path, tmp_path: Path
 ) -> None:
     code = f"""
 import json, torch
 from transformers import AutoModelForCausalLM
-folders = ({str(folder)!r}, {str(added)!r})
+folders = ({str(folder)!r}, {str(added)!r}, {str(forgetful_folder)!r})
 models = [AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True) for path in folders]
 from metatokens import MetaGPT2ForCausalLM
 assert type(models[0]) is MetaGPT2ForCausalLM
