@@ -1,4 +1,4 @@
-"""`transformers serve` on retrofits of SmolLM2-135M-Instruct, which the OpenAI client asks over HTTP."""
+"""Retrofits of SmolLM2-135M-Instruct behind `transformers serve`, asked by the OpenAI client, and in a pipeline."""
 
 import socket
 import subprocess
@@ -15,7 +15,7 @@ import pytest
 import torch
 from openai import OpenAI
 from real import FOLDER
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, pipeline
 
 import metatokens
 
@@ -101,6 +101,16 @@ def with_text_window(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     without_window = answering()
     metatokens.set_text_window(model, 16, full_heads=[(18, 2), (23, 0)])
     return answering.save(tmp_path_factory.mktemp("serve") / "shrunk", without_window)
+
+
+def test_a_pipeline_of_a_folder_with_a_text_window_answers_as_generate(
+    with_text_window: Folder,
+) -> None:
+    chat = pipeline("text-generation", str(with_text_window.path))
+    for question, expected in zip(QUESTIONS, with_text_window.answers, strict=True):
+        conversation = [{"role": "user", "content": question}]
+        [answer] = chat(conversation, max_new_tokens=TOKENS, do_sample=False)
+        assert answer["generated_text"][-1]["content"] == expected
 
 
 SERVED = {
