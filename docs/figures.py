@@ -5,7 +5,7 @@ the report's engine makes the table.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -30,8 +30,8 @@ from metatokens.paper.report.paper_numbers import paper_table
 from metatokens.paper.report.text import NOT_RUN, PERCENT, Form, number, words
 from metatokens.paper.rule import Effect, effect
 from metatokens.records import Result, read_lines, unpack_hits
-from metatokens.shrink.lookups import PASSAGE
-from metatokens.shrink.measuring import EXCERPT
+from metatokens.shrink.lookups import CHAT, PASSAGE, read_forms
+from metatokens.shrink.measuring import ASKED_IN_CHAT, EXCERPT
 from metatokens.shrink.measuring import FACTS as FACTS_OF_A_TEXT
 from metatokens.tasks import TASKS, list_recall
 from results.covered_text import judge as covered_text
@@ -502,28 +502,45 @@ def nats(difference: tuple[float, float, float] | None) -> str:
 
 
 def shrunk_by_kind() -> str:
-    """What the shrunk model of seed 0 finds of each kind, next to the full cache, trained alike."""
-    by_cell = {
-        (line.task, line.model, line.length): line
-        for line in own_tests.of_main_runs(lines_on_shrinking())
-        if line.metric == "exact_match" and line.seed == 0
-    }
-    lengths_read = sorted({length for _, _, length in by_cell if length})
+    """What the main runs find of each kind, next to the full cache, trained alike: the mean of the trainings."""
+    lines = own_tests.of_main_runs(lines_on_shrinking())
+    lengths_read = shrink_judge.Findings(lines, own_tests.NEW).lengths
     rows = []
     for kind, label in KINDS_OF_LOOKUPS.items():
-        for model in ("shrunk", "full"):
-            cells = (share_of_kind(by_cell[kind, model, length]) for length in lengths_read)
-            rows.append((label if model == "shrunk" else "", SHORT_NAMES[model], *cells))
+        findings = findings_of_kind(lines, kind)
+        for model, name in SHORT_NAMES.items():
+            cells = (shrink_judge.cell(findings, model, length) for length in lengths_read)
+            rows.append((label if model == "shrunk" else "", name, *cells))
     heads = (f"{number(length)} tokens, %" for length in lengths_read)
     return Table("", ("", "", *heads), rows).markdown()
 
 
-def share_of_kind(line: Result) -> str:
-    """The share of look-ups of a kind that are answered, in %, with the interval that takes a text as a cluster."""
-    hits = unpack_hits(line.hits, line.n)
-    in_a_text = 1 if line.task == PASSAGE else FACTS_OF_A_TEXT
-    low, high = clustered_interval(hits.reshape(-1, in_a_text))
-    return f"{100 * line.value:.0f} ({100 * low:.0f} to {100 * high:.0f})"
+def findings_of_kind(lines: Sequence[Result], kind: str) -> shrink_judge.Findings:
+    """What models find of one kind of look-ups; a text asks for one passage, or for six facts."""
+    return shrink_judge.Findings(lines, [kind], 1 if kind == PASSAGE else FACTS_OF_A_TEXT)
+
+
+def shrunk_by_form() -> str:
+    """What the main runs find in 512 tokens, by the form of the look-up."""
+    lines = own_tests.of_main_runs(lines_on_shrinking())
+    all_forms = read_forms()["test"]
+    rows = []
+    for kind in own_tests.NEW:
+        # A chat asks the questions of the kind `question`.
+        forms = [
+            form for form in all_forms if form.kind == (ASKED_IN_CHAT if kind == CHAT else kind)
+        ]
+        findings = findings_of_kind(lines, kind)
+        for index, form in enumerate(forms):
+            cells = []
+            for model in SHORT_NAMES:
+                shares = findings.shares(model, 512)
+                assert shares is not None
+                cells.append(shrink_judge.estimate(shares[:, index :: len(forms)]))
+            in_chat = " (in a chat)" if kind == CHAT else ""
+            rows.append((Markup(f"`{' '.join(form.ask.split())}`{in_chat}"), *cells))
+    columns = ("512 tokens, %", *SHORT_NAMES.values())
+    return Table("", columns, rows).markdown()
 
 
 def shrunk_cost() -> str:
@@ -571,7 +588,7 @@ FIGURES = {
     for function in (
         answers, differences, tasks, beside_paper, unmarked, more_steps, long_prompts, cost, demo_tasks, added,
         covered_cuts,
-        shrunk, shrunk_in_short, shrunk_by_kind, shrunk_cost,
+        shrunk, shrunk_in_short, shrunk_by_kind, shrunk_by_form, shrunk_cost,
     )
 }  # fmt: skip
 FIGURES |= {

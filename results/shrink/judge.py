@@ -105,8 +105,11 @@ def comparison(findings: Findings, press: str, length: int) -> str:
 def cell(findings: Findings, model: str, length: int) -> str:
     """What a model finds, in %."""
     shares = findings.shares(model, length)
-    if shares is None:
-        return "not run"
+    return "not run" if shares is None else estimate(shares)
+
+
+def estimate(shares: Shares) -> str:
+    """The mean of shares with its interval, in %."""
     value, low, high = mean_with_interval(shares)
     return f"{100 * value:.0f} ({100 * max(0, low):.0f} to {100 * min(1, high):.0f})"
 
