@@ -109,6 +109,14 @@ SHRUNK = {  # models of results/shrink
     "full": "full cache, trained alike",
     "shrunk": "**nine full heads and a window, trained**",
 }
+CURVE = {  # runs of results/shrink with seed 0
+    "quarter": "1/4, 18 full heads",
+    "0": "1/8, nine full heads",
+    "heads-6": "1/8, six full heads",
+    "heads-3": "1/8, three full heads",
+    "blocks-3": "1/8, three full blocks",
+    "sixteenth": "1/16, four full heads",
+}
 SHORT_NAMES = {"shrunk": "nine full heads", "full": "full cache"}  # both trained
 KINDS_OF_LOOKUPS = {
     "statement": "another statement, asked for in its words",
@@ -543,6 +551,21 @@ def shrunk_by_form() -> str:
     return Table("", columns, rows).markdown()
 
 
+def shrunk_curve() -> str:
+    """What is found by the share that is kept and the number of full heads, in those runs that there are."""
+    lines = lines_on_shrinking()
+    of_full = [line for line in own_tests.of_main_runs(lines) if line.model == "full"]
+    lengths_read = shrink_judge.Findings(lines, own_tests.NEW).lengths
+    cells_by_run = own_tests.run_rows(lines, of_full, lengths_read)
+    rows = []
+    for run, label in CURVE.items():
+        if run in cells_by_run:
+            rows.append((label, *(cell.replace("-", "\u2212") for cell in cells_by_run[run])))
+    heads = (f"{number(length)} tokens, %" for length in lengths_read)
+    columns = ("", "kept of 4,096 tokens, %", *heads, "prose, nats", "replies, nats")
+    return Table("", columns, rows).markdown()
+
+
 def shrunk_cost() -> str:
     """The memory of the caches of seed 0, and their tokens a second as multiples of those of the full cache."""
     lines = pd.read_json(ROOT / "results/shrink/costs.json").set_index(["cache", "length"])
@@ -588,7 +611,7 @@ FIGURES = {
     for function in (
         answers, differences, tasks, beside_paper, unmarked, more_steps, long_prompts, cost, demo_tasks, added,
         covered_cuts,
-        shrunk, shrunk_in_short, shrunk_by_kind, shrunk_by_form, shrunk_cost,
+        shrunk, shrunk_in_short, shrunk_by_kind, shrunk_by_form, shrunk_curve, shrunk_cost,
     )
 }  # fmt: skip
 FIGURES |= {
