@@ -509,6 +509,20 @@ def nats(difference: tuple[float, float, float] | None) -> str:
     return own_tests.nats(difference).replace("-", "\u2212")
 
 
+def shrunk_by_seed() -> str:
+    """What each training finds, in % of what the full cache finds after the same training."""
+    lines = own_tests.of_main_runs(lines_on_shrinking())
+    rows = []
+    for seed in sorted({result.seed for result in lines}):
+        of_seed = [result for result in lines if result.seed == seed]
+        findings = shrink_judge.Findings(of_seed, own_tests.NEW, FACTS_OF_A_TEXT)
+        cells = (share_of_full(findings, length) for length in findings.lengths)
+        rows.append((f"seed {seed}", *cells))
+    lengths_read = shrink_judge.Findings(lines, own_tests.NEW).lengths
+    heads = (f"{number(length)} tokens" for length in lengths_read)
+    return Table("", ("of what the full cache finds, %", *heads), rows).markdown()
+
+
 def shrunk_by_kind() -> str:
     """What the main runs find of each kind, next to the full cache, trained alike: the mean of the trainings."""
     lines = own_tests.of_main_runs(lines_on_shrinking())
@@ -611,7 +625,7 @@ FIGURES = {
     for function in (
         answers, differences, tasks, beside_paper, unmarked, more_steps, long_prompts, cost, demo_tasks, added,
         covered_cuts,
-        shrunk, shrunk_in_short, shrunk_by_kind, shrunk_by_form, shrunk_curve, shrunk_cost,
+        shrunk, shrunk_in_short, shrunk_by_seed, shrunk_by_kind, shrunk_by_form, shrunk_curve, shrunk_cost,
     )
 }  # fmt: skip
 FIGURES |= {
