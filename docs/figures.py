@@ -108,6 +108,7 @@ SHRUNK = {  # models of results/shrink
     "base": "full cache, untrained",
     "full": "full cache, trained alike",
     "shrunk": "**nine full heads and a window, trained**",
+    "window": "a window alone, trained alike",
 }
 CURVE = {  # runs of results/shrink with seed 0
     "quarter": "1/4, 18 full heads",
@@ -467,11 +468,12 @@ def shrunk() -> str:
     rows = []
     for model, label in SHRUNK.items():
         of_model = [line for line in lines if line.model == model]
-        seeds = len({line.seed for line in of_model})
+        seeds = {line.seed for line in of_model}
         share = shrink_judge.kept_share(lines, model, 4096)
         answered = (shrink_judge.cell(findings, model, length) for length in findings.lengths)
-        prose = own_tests.loss_difference(EXCERPT, of_model, of_full)
-        runs = "-" if model == "base" else number(seeds)
+        full_of_seeds = [line for line in of_full if line.seed in seeds]
+        prose = own_tests.loss_difference(EXCERPT, of_model, full_of_seeds)
+        runs = "-" if model == "base" else number(len(seeds))
         loss = "0" if model == "full" else nats(prose)
         rows.append((Markup(label), runs, share, *answered, loss))
     ratios = (share_of_full(findings, length) for length in findings.lengths)
