@@ -51,9 +51,25 @@ def test_lines_of_figures_are_half_a_minute_apart(
     lines = capsys.readouterr().err.splitlines()
     steps = [int(line.split()[1].split("/")[0].replace(",", "")) for line in lines]
     gaps = [later - earlier for earlier, later in pairwise(steps)]
-    assert lines[0] == "finetune 5/1,000: loss 2.5, held-out exact match 50.0%"
+    assert lines[0] == "finetune 5/1,000, 17 min left: loss 2.5, held-out exact match 50.0%"
     assert steps[-1] == 1000
     assert max(gaps) == 31
+
+
+def test_the_time_that_is_left_is_that_of_a_run_that_resumes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(
+        sys.modules["metatokens.cli.output"], "time", SimpleNamespace(monotonic=lambda: now[0])
+    )
+
+    with progress_bar("train") as progress:
+        progress(100, 300, {})  # those before were done by another process
+        now[0] = 60.0
+        progress(110, 300, {})
+
+    assert capsys.readouterr().err == "train 110/300, 19 min left\n"
 
 
 def test_a_step_without_figures_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """How results and progress are written: a table, or JSON lines if asked for; on a terminal, a bar while it works."""
 
+import math
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -155,9 +156,16 @@ def _shown(figures: "Figures") -> str:
     return ", ".join(text.format(figures[name]) for name, text in _SHOWN.items() if name in figures)
 
 
+def _time_left(steps: int, seconds: float, remaining: int) -> str:
+    """The minutes that the remaining steps take if they are as fast as those before; empty while nothing is known."""
+    if steps == 0 or remaining == 0:
+        return ""
+    return f", {math.ceil(seconds / steps * remaining / 60):,} min left"
+
+
 @contextmanager
 def progress_bar(verb: str) -> "Iterator[Progress]":
-    """Show progress and the latest figures on standard error.
+    """Show progress, the time that is left, and the latest figures on standard error.
 
     A terminal gets a bar. Elsewhere a line is printed at the first figures, every half minute, and at the end. If
     several processes train one model, only the first shows anything.
@@ -183,15 +191,22 @@ def progress_bar(verb: str) -> "Iterator[Progress]":
     console = Console(stderr=True)
     printed = time.monotonic()
     has_figures = False
+    first_step: int | None = None  # a run that resumes does not begin with 1
+    started = 0.0
 
     def print_line(done: int, total: int, figures: "Figures") -> None:
-        nonlocal printed, has_figures
+        nonlocal printed, has_figures, first_step, started
+        now = time.monotonic()
+        if first_step is None:
+            first_step = done
+            started = now
         has_first_figures = bool(figures) and not has_figures
-        if has_first_figures or done == total or time.monotonic() - printed > LINE_EVERY:
-            printed = time.monotonic()
+        if has_first_figures or done == total or now - printed > LINE_EVERY:
+            printed = now
             has_figures = bool(figures)
             shown = f": {_shown(figures)}" if figures else ""
-            print(f"{verb} {done:,}/{total:,}{shown}", file=sys.stderr, flush=True)
+            left = _time_left(done - first_step, now - started, total - done)
+            print(f"{verb} {done:,}/{total:,}{left}{shown}", file=sys.stderr, flush=True)
 
     if not is_first_process():
         yield lambda done, total, figures: None

@@ -50,7 +50,8 @@ def shrink(
     controls: Annotated[
         bool,
         typer.Option(
-            help="Also train the full cache, and a window alone, to compare with: two and a half times the time."
+            help="Also train the full cache, and a window alone, to compare with. The command then takes two and a "
+            "half times as long."
         ),
     ] = True,
     recipe: options.ShrinkRecipe = "shrink",
@@ -83,6 +84,7 @@ def shrink(
         questions=questions,
         controls=controls,
         overwrite=overwrite,
+        tell=say,
         watch=progress_bar,
     )
     say(findings.chosen)

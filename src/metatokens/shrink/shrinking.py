@@ -99,6 +99,7 @@ def shrink(
     questions: Path | None = None,
     controls: bool = True,
     overwrite: bool = False,
+    tell: Callable[[str], None] = lambda sentences: None,
     watch: Watch = lambda name: nullcontext(unwatched),
 ) -> Findings:
     """Train a model to keep a part of its cache, and measure what it still finds.
@@ -116,6 +117,7 @@ def shrink(
         questions: a JSON-lines file of the user's own records, trained on too; every tenth is held out.
         controls: also train and measure the full cache and a window alone, each of which takes as long.
         overwrite: replace another run in `out`.
+        tell: takes what the run will do, as text, before it begins.
         watch: shows the progress of each step.
 
     Returns:
@@ -136,6 +138,7 @@ def shrink(
     # Before anything is written: tests that cannot be drawn need another recipe.
     tests = run.draw_tests()
     with open_run(out, run.settings, overwrite=overwrite, inputs=inputs):
+        tell(run.plan(controls=controls))
         choice = run.choose(watch)
         run.ask_base(watch)
         for arm in run.arms(choice.heads, controls=controls):
@@ -200,6 +203,17 @@ class _Run:
             "forms": [form.model_dump() for purpose in self.forms.values() for form in purpose],
             "questions_sha256": None if questions is None else records_sha256(records),
         }
+
+    def plan(self, *, controls: bool) -> str:
+        """What the run will do, as text for the user."""
+        precision = "bfloat16" if self.recipe.training.bf16 else "float32"
+        plan = (
+            f"{self.sizes.full_heads} of {len(self.heads)} key-value heads will keep all text, the others the last "
+            f"{self.sizes.window:,} tokens.\nSteps: choose the heads, train (in {precision}), test, write the page."
+        )
+        if controls:
+            plan += "\nThen two controls are trained and tested too; --no-controls leaves them out."
+        return plan
 
     def _records_of(self, questions: Path, limit: int) -> list[Example]:
         """The user's own records: enough to hold some out, and short enough for the model."""
@@ -323,7 +337,7 @@ class _Run:
             for head in cases[len(losses) :]:
                 losses.append(loss_without(head, model, self.heads, texts, WINDOW_TO_CHOOSE_BY))
                 _write_list(file, losses)
-                progress(len(losses), len(cases), {})
+                progress(len(losses) - 1, len(self.heads), {})
         return losses
 
     def train(self, arm: Arm, watch: Watch) -> None:
