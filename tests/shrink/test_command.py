@@ -10,6 +10,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from scipy.stats import binomtest
 from transformers import (
     AutoModelForCausalLM,
@@ -301,6 +302,49 @@ def test_forms_and_questions_of_a_user_reach_the_run(line, tmp_path, metatokens)
     assert "Your own 2 held-out questions" in (out / "page.html").read_text()
 
 
+def test_an_answer_to_a_users_question_ends_where_the_record_does(
+    line, base, tmp_path, metatokens, monkeypatch
+):
+    """As `metatokens evaluate` has it: what goes on after the answer is wrong."""
+    (tmp_path / "own.jsonl").write_text(
+        "".join(
+            f"{json.dumps(QUESTION | {'prompt': f'A bird. {number}?'})}\n" for number in range(10)
+        )
+    )
+    tested = []
+
+    def draw(*arguments, user_questions, **options):
+        tested.extend(user_questions)
+        raise RuntimeError
+
+    monkeypatch.setattr(shrinking, "draw_tests", draw)
+    with pytest.raises(RuntimeError):
+        metatokens(f"{line} --out {tmp_path / 'run'} --questions {tmp_path / 'own.jsonl'}")
+
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    (asked,) = tested
+    (question,) = asked.questions
+    assert tokenizer.decode(question.answer) == f" bird{tokenizer.eos_token}"
+
+
+def test_a_model_in_half_precision_is_trained_and_measured_in_single(
+    base, line, tmp_path, metatokens
+):
+    """Where a machine does not compute in bfloat16 quickly."""
+    half = tmp_path / "half"
+    shutil.copytree(base, half)
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(half)
+
+    error = succeed(
+        metatokens,
+        f"{line.replace(str(base), str(half))} --out {tmp_path / 'run'} --set training.bf16=false",
+    )
+
+    assert "train (in float32)" in error
+    weights = load_file(tmp_path / "run" / WEIGHTS)
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+
+
 def test_landmarks_and_heads_of_a_user_leave_less_for_the_window(
     line, documents, base, tmp_path, metatokens
 ):
@@ -344,7 +388,8 @@ MISTAKES = {
     "--keep 1/0": "--keep '1/0' is no share",
     "--keep 1/8": "has no room for a window if 1 of 6 heads are full",
     "--full-heads 0.0,1.0,2.1": "has no room for a window if 3 of 6 heads are full",
-    "--set cache.number_of_full_heads=9": "has no room for a window if 9 of 6 heads are full",
+    "--set cache.number_of_full_heads=6": "6 heads are to be full, and the model has 6",
+    "--set cache.window=16 --set cache.number_of_full_heads=2": "--keep and cache.window both say",
     "--full-heads 3.0": "text_full_heads is [[3, 0]]; give different pairs of a block, 0 to 2",
     "--full-heads 1.2": "text_full_heads has head 2 of block 1, which has 2 key-value heads",
     "--full-heads 1.1,1.1": "give different pairs of a block",
@@ -424,17 +469,32 @@ def test_a_mistake_is_one_sentence_before_anything_is_written(
 @pytest.mark.parametrize("file", ["heads.json", "replies.json", "costs.json"])
 @pytest.mark.parametrize("content", ["[{", "{}", '[{"head": 1}]'])
 def test_a_damaged_file_of_a_run_is_named(file, content, finished, line, tmp_path, metatokens):
-    shutil.copytree(finished, tmp_path / "run")
-    (tmp_path / "run" / file).write_text(content)
-    (tmp_path / "run" / "results" / "shrunk.jsonl").unlink()  # so that the replies are read
-    status, _, error = metatokens(f"{line} --out {tmp_path / 'run'}")
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    (out / file).write_text(content)
+    (out / "results/shrunk.jsonl").unlink()  # so that the replies are read
+    status, _, error = metatokens(f"{line} --out {out}")
     if content == "{}" and file != "replies.json":  # an empty list of lines too
         assert status == 0
     else:
-        assert f"run/{file} is damaged: remove it, and the same command makes it again." in error
+        assert f"run/{file} is damaged: remove it, and give the same command again." in error
         assert status == 2
-    (tmp_path / "run" / file).unlink()
-    succeed(metatokens, f"{line} --out {tmp_path / 'run'}")
+    (out / file).unlink()
+    if file == "costs.json":
+        succeed(metatokens, f"{line} --out {out}")
+    else:  # another model of the run would be trained on others
+        status, _, error = metatokens(f"{line} --out {out}")
+        assert status == 2
+        assert f"run/{file} is not there, and the model in this run was trained with it" in error
+
+
+def test_a_damaged_model_is_trained_again(copy, finished, line, metatokens):
+    weights = (copy / WEIGHTS).read_bytes()
+    (copy / WEIGHTS).write_bytes(weights[:-4] + b"\0\0\0\1")
+
+    succeed(metatokens, f"{line} --out {copy}")
+
+    assert (copy / WEIGHTS).read_bytes() == weights
 
 
 def test_another_model_or_other_questions_are_another_run(base, copy, line, tmp_path, metatokens):

@@ -30,6 +30,9 @@ BAD = {
         "{word} is asked for, and not stated"
     ),
     f"train: {{statement: [{GOOD}]}}\ntest: {{question: [{GOOD}]}}": "is trained and tested",
+    f"train: {{statement: [{GOOD}]}}\ntest: {{question: [{GOOD.replace('What', 'Which')}]}}": (
+        "the wording ' {name} likes {word}.' is trained and tested"
+    ),
     "train: [1, 2]": "holds no forms of look-ups",
     "- train": "holds no forms of look-ups",
     "train: {statement: [word]}": "holds no forms of look-ups",

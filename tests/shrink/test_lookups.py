@@ -159,6 +159,14 @@ def test_a_template_that_does_not_repeat_itself_is_not_used(template, tokenizer)
     assert Turns.of(with_template(tokenizer, template)) is None
 
 
+def test_a_template_that_writes_the_date_gives_the_same_chats_each_day(tokenizer):
+    dated = with_template(tokenizer, "Today is {{ strftime_now('%d %B %Y') }}. " + TEMPLATE)
+
+    turns = Turns.of(dated)
+
+    assert tokenizer.decode(turns.opening).startswith("Today is 1 January 2026. <")
+
+
 def test_white_space_before_an_answer_belongs_to_it(lookups, tokenizer):
     template = (
         "{% for message in messages %}"

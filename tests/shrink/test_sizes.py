@@ -1,5 +1,8 @@
 """The lengths of texts, and the window, by what a cache may keep: figures worked out by hand."""
 
+import pytest
+
+from metatokens.errors import UserError
 from metatokens.recipe import ShrinkRecipe, load_recipe
 from metatokens.shrink.sizes import Sizes
 
@@ -22,6 +25,12 @@ def test_a_window_in_place_of_the_share():
     assert (sizes.full_heads, sizes.window) == (9, 109)
     # A window alone keeps as much: 0.1 + 0.9 * 113 / 4,096 of 4,096 tokens, 4 sinks among them.
     assert sizes.window_alone == 507
+
+
+def test_one_head_has_to_forget():
+    overrides = ["cache.window=100", "cache.number_of_full_heads=90"]
+    with pytest.raises(UserError, match="90 heads are to be full, and the model has 90"):
+        Sizes.of(load_recipe(ShrinkRecipe, "shrink", overrides), heads=90, limit=8192)
 
 
 def test_landmarks_take_room_in_the_cache_and_below_the_limit():

@@ -30,6 +30,18 @@ def test_words_stand_in_for_names_that_are_few(documents):
     assert entities.names == [word.capitalize() for word in entities.words]
 
 
+def test_words_stand_in_for_names_in_both_splits_or_in_none(documents):
+    """Of names that are many enough for the training split alone."""
+    names = Entities.of(documents, "train").names
+    text = [document.lower() for document in documents]
+    few = [f"and {name} came" for name in names[:70] for _ in range(3)]
+
+    train, test = (Entities.of([*text, *few], split) for split in ("train", "test"))
+
+    for entities in (train, test):
+        assert entities.names == [word.capitalize() for word in entities.words]
+
+
 def test_a_text_of_few_words_is_refused(documents):
     with pytest.raises(
         UserError, match="words in lower-case letters to ask for in the test split, and 64 are"

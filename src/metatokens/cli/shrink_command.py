@@ -74,6 +74,8 @@ def shrink(
     if landmarks is not None:
         changes.append(f"cache.landmarks={landmarks}")
     settings = load_recipe(ShrinkRecipe, recipe, changes)
+    if keep is not None and settings.cache.window is not None:
+        raise UserError("--keep and cache.window both say how much a cache keeps: leave one out.")
     options.check_overwriting(out, recipe, overwrite=overwrite)
     findings = shrink(
         settings,

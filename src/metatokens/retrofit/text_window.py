@@ -75,10 +75,10 @@ def set_text_window(
         base.saved_as = base.name_or_path = base.config.name_or_path = UNSAVED
         for adapter in getattr(model, "peft_config", {}).values():
             adapter.base_model_name_or_path = UNSAVED
-    # None would leave them as they are.
-    return before | {
-        name: before[name] or [] for name in before.keys() & {"full_layers", "full_heads"}
-    }
+    # None would leave them as they are, and a list that is empty means that there were none.
+    for name in before.keys() & {"full_layers", "full_heads"}:
+        before[name] = before[name] or []
+    return before
 
 
 def text_window_of(config: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,31 +32,35 @@ def answer_logits(
     text: Sequence[int],
     questions: Sequence[Question],
     landmarks: Landmarks | None = None,
-    start: int = 0,
 ) -> list[Tensor]:
     """The logits of each answer's tokens, (tokens, vocabulary) float32, after a text.
 
     Args:
         model: in evaluation mode.
-        text: ids, with its meta-tokens.
+        text: ids without meta-tokens.
         questions: about the text, each by itself.
-        landmarks: where meta-tokens are inserted, if anywhere.
-        start: tokens of the text, without meta-tokens.
+        landmarks: where meta-tokens are inserted into the text and the questions, if anywhere.
     """
     rows = []
     for question in questions:
-        ids = with_landmarks(landmarks, question.ids, start)
+        ids = question.ids if landmarks is None else _marked(landmarks, text, question.ids)
         rows.append([*ids, *question.answer[:-1]])
     longest = max(map(len, rows))
     # Padding comes after the tokens of its row, so it changes none of them.
     padded = [row + row[-1:] * (longest - len(row)) for row in rows]
-    cache = read(model, text)
+    cache = read(model, with_landmarks(landmarks, text))
     cache.batch_repeat_interleave(len(rows))
     output = model(torch.tensor(padded, device=model.device), past_key_values=cache, use_cache=True)
     return [
         logits[len(row) - len(question.answer) : len(row)].float()
         for logits, row, question in zip(output.logits, rows, questions, strict=True)
     ]
+
+
+def _marked(landmarks: Landmarks, text: Sequence[int], question: Sequence[int]) -> list[int]:
+    """A question with its meta-tokens: a rule reads the text before it too."""
+    behind = landmarks([*text, *question])[len(text) :]
+    return np.insert(question, np.flatnonzero(behind) + 1, landmarks.meta_token_id).tolist()
 
 
 def is_answered(logits: Tensor, question: Question) -> bool:

@@ -36,6 +36,8 @@ CUE, PASSAGE_SIZE = 12, 20  # tokens of a passage that are given, and of the who
 _PLACEHOLDER = re.compile("(name|word|number)[0-9]*")
 _LABEL = re.compile(r"^\w+: +(?=\S)")  # at the beginning of a question
 _TURN = "\ufdd1"  # stands for a message in a chat template
+# In place of what chat templates call for today's date: a run that resumes tomorrow has the same chats.
+_ONE_DAY = "{% macro strftime_now(form) %}1 January 2026{% endmacro %}"
 
 
 class Form(BaseModel):
@@ -103,10 +105,11 @@ def read_forms(file: Path | None = None) -> Forms:
         raise UserError(f"{file} holds no forms of look-ups: {one_line(error)}.") from error
     # A user's own come first: a test with few texts takes the first forms.
     together = {purpose: further.get(purpose, ()) + forms[purpose] for purpose in forms}
-    trained = {(form.state, form.ask) for form in together["train"]}
+    trained = {text for form in together["train"] for text in (*form.state, form.ask)}
     for form in together["test"]:
-        if (form.state, form.ask) in trained:
-            raise UserError(f"with {file} the form {form.ask!r} is trained and tested.")
+        for text in (*form.state, form.ask):
+            if text in trained:
+                raise UserError(f"with {file} the wording {text!r} is trained and tested.")
     return together
 
 
@@ -181,10 +184,15 @@ class Turns:
             return None
         messages = [{"role": role, "content": _TURN} for role in ("user", "assistant", "user")]
         try:
+            template = _ONE_DAY + tokenizer.get_chat_template()
             rendered = str(
-                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+                tokenizer.apply_chat_template(
+                    messages, chat_template=template, tokenize=False, add_generation_prompt=True
+                )
             )
-            first_turns = str(tokenizer.apply_chat_template(messages[:2], tokenize=False))
+            first_turns = str(
+                tokenizer.apply_chat_template(messages[:2], chat_template=template, tokenize=False)
+            )
         except TEMPLATE_ERRORS:
             return None
         parts = rendered.split(_TURN)

@@ -4,7 +4,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -88,23 +87,25 @@ def draw_tests(
     asked: dict[int | None, list[Asked]] = {None: list(user_questions)} if user_questions else {}
     for length, count in texts.items():
         asked[length] = []
-        for (group, (kind, forms)), number in product(enumerate(groups.items()), range(count)):
-            drawn = lookups.draw(
-                np.random.default_rng([SEED, length, group, number]),
-                length=length - ROOM,
-                beyond=beyond[length],
-                forms=[forms[number % len(forms)]],
-                facts=FACTS,
-                chat=kind == CHAT,
-                passage=kind == KINDS[0],
-                keeps_beyond=True,
-            )
-            if len([question for question in drawn.questions if question.kind != PASSAGE]) < FACTS:
-                raise UserError(
-                    f"a test of {length:,} tokens has no room for {FACTS} facts of the kind {kind!r}, in this text: "
-                    "leave that length out of tests.texts."
+        for group, (kind, forms) in enumerate(groups.items()):
+            for number in range(count):
+                drawn = lookups.draw(
+                    np.random.default_rng([SEED, length, group, number]),
+                    length=length - ROOM,
+                    beyond=beyond[length],
+                    forms=[forms[number % len(forms)]],
+                    facts=FACTS,
+                    chat=kind == CHAT,
+                    passage=kind == KINDS[0],
+                    keeps_beyond=True,
                 )
-            asked[length].append(drawn)
+                about_facts = [question for question in drawn.questions if question.kind != PASSAGE]
+                if len(about_facts) < FACTS:
+                    raise UserError(
+                        f"a test of {length:,} tokens has no room for {FACTS} facts of the kind {kind!r}, in this "
+                        "text: leave that length out of tests.texts."
+                    )
+                asked[length].append(drawn)
     beginning = lookups.beginning
     prose = lookups.prose.excerpts(excerpts, excerpt_length - len(beginning))
     return Tests(asked, [[*beginning, *excerpt] for excerpt in prose])
@@ -146,11 +147,8 @@ class Measuring:
         hits: defaultdict[str, list[list[bool]]] = defaultdict(list)  # by kind, of each text
         rows = []
         for asked in texts:
-            ids = with_landmarks(self.landmarks, asked.text)
-            rows.append(ids)
-            of_questions = answer_logits(
-                self.model, ids, asked.questions, self.landmarks, start=len(asked.text)
-            )
+            rows.append(with_landmarks(self.landmarks, asked.text))
+            of_questions = answer_logits(self.model, asked.text, asked.questions, self.landmarks)
             of_text: defaultdict[str, list[bool]] = defaultdict(list)
             for question, logits in zip(asked.questions, of_questions, strict=True):
                 of_text[question.kind].append(is_answered(logits, question))
@@ -181,8 +179,12 @@ class Measuring:
         is_text = ids != self.model.config.meta_token_id
         scored = is_text.nonzero()[start:, 0]
         chosen = torch.zeros_like(is_text).index_fill(0, scored - 1, True)
-        logits = torch.cat([*logits_at(self.model, ids[None], chosen[None])]).float()
-        losses = cross_entropy(logits, ids[scored], reduction="none")
+        losses_by_piece = []
+        remaining = ids[scored]
+        for logits in logits_at(self.model, ids[None], chosen[None]):
+            targets, remaining = remaining.split([len(logits), len(remaining) - len(logits)])
+            losses_by_piece.append(cross_entropy(logits.float(), targets, reduction="none"))
+        losses = torch.cat(losses_by_piece)
         mean = losses.mean().item()
         low, high = normal_interval(mean, losses.std().item() / math.sqrt(len(losses)))
         return Result(

@@ -14,7 +14,6 @@ from pydantic import BaseModel
 from transformers import set_seed
 
 from metatokens.checkpoint import (
-    MANIFEST,
     fetch_model,
     load_base_and_tokenizer,
     load_model,
@@ -50,7 +49,7 @@ from metatokens.shrink.sizes import MARGIN, Sizes
 from metatokens.shrink.texts import HELD_OUT_EVERY, UserText, split_apart
 from metatokens.tasks.example import Encoded, Example, read_examples, records_sha256
 from metatokens.training.lora import check_peft
-from metatokens.training.run_folder import open_run
+from metatokens.training.run_folder import is_finished, open_run
 from metatokens.training.trainer import Figures, Progress, train, unwatched
 
 LONGEST_ASSUMED = 1_000_000  # tokens, for a model without a limit
@@ -280,30 +279,46 @@ class _Run:
         """Write what the base answers in a chat; nothing if it has no chat template."""
         if self._replies_file.exists():
             return
-        kinds = (
-            ("train", self.recipe.mixture.replies, 0.5),
-            # About what a model forgets, so about texts, which are longer than the window.
-            ("test", self.recipe.tests.replies, 1.0),
-        )
-        beyond = self.sizes.beyond
+        self._check_that_no_training_had(self._replies_file)
         written: dict[str, list[Any]] = {"train": [], "test": []}
         turns = self.lookups["train"].turns
         if turns is not None and turns.ending:
             model = self._base_to_measure()
-            for seed, (split, count, about_texts) in enumerate(kinds):
-                replies = draw_replies(
-                    model,
-                    self.lookups[split],
-                    count,
-                    lengths=(beyond, max(beyond, self.sizes.longest // 2)),
-                    about_texts=about_texts,
-                    seed=seed,
-                )
-                with watch(f"ask the base: {split}") as progress:
-                    for done, reply in enumerate(replies, start=1):
-                        written[split].append([list(reply.input_ids), reply.answer_start])
-                        progress(done, count, {})
+            written["train"] = self._replies_of(
+                model, "train", self.recipe.mixture.replies, about_texts=0.5, seed=0, watch=watch
+            )
+            # About what a model forgets, so about texts, which are longer than the window.
+            written["test"] = self._replies_of(
+                model, "test", self.recipe.tests.replies, about_texts=1.0, seed=1, watch=watch
+            )
         write_whole(self._replies_file, json.dumps(written).encode())
+
+    def _replies_of(
+        self, model: Any, split: str, count: int, *, about_texts: float, seed: int, watch: Watch
+    ) -> list[Any]:
+        """Requests of a split with their replies, as ids, and where each reply begins."""
+        shortest = self.sizes.beyond
+        replies = draw_replies(
+            model,
+            self.lookups[split],
+            count,
+            lengths=(shortest, max(shortest, self.sizes.longest // 2)),
+            about_texts=about_texts,
+            seed=seed,
+        )
+        written = []
+        with watch(f"ask the base: {split}") as progress:
+            for reply in replies:
+                written.append([list(reply.input_ids), reply.answer_start])
+                progress(len(written), count, {})
+        return written
+
+    def _check_that_no_training_had(self, file: Path) -> None:
+        """Refuse to make a file anew that a training of this run has used: the next one would have another."""
+        if (self.out / "model").exists():
+            raise UserError(
+                f"{file} is not there, and the model in this run was trained with it: begin again with --overwrite."
+            )
 
     def replies(self, split: str) -> list[Encoded]:
         """What the base answered to requests of `train` or `test`."""
@@ -328,6 +343,7 @@ class _Run:
         cases = [None, *self.heads]  # None: no head forgets
         if len(losses) == len(cases):
             return losses
+        self._check_that_no_training_had(file)
         texts = [
             _text_to_choose_by(self.lookups["train"], number, min(512, self.sizes.longest))
             for number in range(self.recipe.tests.choosing)
@@ -342,7 +358,7 @@ class _Run:
 
     def train(self, arm: Arm, watch: Watch) -> None:
         """Train a model with what its cache keeps."""
-        if arm.folder is None or (self.out / arm.folder / MANIFEST).exists():
+        if arm.folder is None or is_finished(self.out / arm.folder):
             return
         folder = self.out / arm.folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -363,6 +379,8 @@ class _Run:
             landmarks=self.landmarks,
         )
         set_seed(settings.seed)
+        # With bfloat16 the weights stay as their files have them: autocast converts what it computes with.
+        model = self._base(None if settings.bf16 else "float32")
         with watch(f"train: {arm.name}") as report:
 
             def progress(done: int, total: int, figures: Figures) -> None:
@@ -370,7 +388,7 @@ class _Run:
                 report(done, total, figures)
 
             train(
-                self._base(),
+                model,
                 mixture,
                 self.tokenizer,
                 settings,
@@ -468,9 +486,9 @@ class _Run:
         return self._base(self._dtype).to(device).eval()
 
     @property
-    def _dtype(self) -> str | None:
+    def _dtype(self) -> str:
         # Chosen when a model is loaded: converting it later would round the frequencies of its rotary positions.
-        return "bfloat16" if self.recipe.training.bf16 else None
+        return "bfloat16" if self.recipe.training.bf16 else "float32"
 
 
 def _write_list(file: Path, lines: Sequence[BaseModel]) -> None:
@@ -485,7 +503,7 @@ def _read_list(file: Path, kind: type[Line]) -> list[Line]:
 
 
 def _damaged(file: Path) -> UserError:
-    return UserError(f"{file} is damaged: remove it, and the same command makes it again.")
+    return UserError(f"{file} is damaged: remove it, and give the same command again.")
 
 
 def _text_to_choose_by(lookups: Lookups, number: int, length: int) -> Asked:
@@ -497,11 +515,15 @@ def _text_to_choose_by(lookups: Lookups, number: int, length: int) -> Asked:
         beyond=WINDOW_TO_CHOOSE_BY + MARGIN,
         forms=lookups.some_forms(generator, MOST_FORMS),
         facts=FACTS_TO_CHOOSE_BY,
+        keeps_beyond=True,
     )
 
 
 def _asked(record: Encoded) -> Asked:
-    """A user's record as a text with one question, which is the last token of its prompt."""
+    """A user's record as a text with one question, which is the last token of its prompt.
+
+    The end of the text belongs to the answer, as `metatokens evaluate` has it: "New York" is no answer "New".
+    """
     *text, last_of_prompt = record.input_ids[: record.answer_start]
-    *answer, _end_of_text = record.input_ids[record.answer_start :]
+    answer = list(record.input_ids[record.answer_start :])
     return Asked(text, [Question(USERS, [last_of_prompt], answer)])

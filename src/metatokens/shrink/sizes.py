@@ -53,6 +53,10 @@ class Sizes:
         """
         length = min(recipe.cache.length, limit)
         full_heads = _number_of_full_heads(recipe.cache, heads, landmarks)
+        if full_heads >= heads:
+            raise UserError(
+                f"{full_heads} heads are to be full, and the model has {heads}: one has to forget at least."
+            )
         keep = recipe.cache.keep
         window = recipe.cache.window
         if window is None:

@@ -66,7 +66,8 @@ class Entities:
                 f"{FEWEST_WORDS} are needed: give more text with --text, in a script that has such letters."
             )
         names_of_split = _of_split(names, split)
-        if len(names_of_split) < FEWEST_WORDS:
+        # Both splits have names, or none: a test would ask about another kind of thing than the training.
+        if min(len(_of_split(names, "train")), len(_of_split(names, "test"))) < FEWEST_WORDS:
             names_of_split = [word.capitalize() for word in words_of_split]
         return cls(names_of_split, words_of_split, _of_split(map(str, NUMBERS), split))
 
