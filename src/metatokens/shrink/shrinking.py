@@ -207,8 +207,9 @@ class _Run:
         """What the run will do, as text for the user."""
         precision = "bfloat16" if self.recipe.training.bf16 else "float32"
         plan = (
-            f"{self.sizes.full_heads} of {len(self.heads)} key-value heads will keep all text, the others the last "
-            f"{self.sizes.window:,} tokens.\nSteps: choose the heads, train (in {precision}), test, write the page."
+            f"{self.sizes.number_of_full_heads} of {len(self.heads)} key-value heads will keep all text, the others "
+            f"the last {self.sizes.window:,} tokens.\n"
+            f"Steps: choose the heads, train (in {precision}), test, write the page."
         )
         if controls:
             plan += "\nThen two controls are trained and tested too; --no-controls leaves them out."
@@ -270,10 +271,10 @@ class _Run:
         full_heads = self.recipe.cache.full_heads
         if full_heads is not None:
             return Choice(full_heads)
-        if self.sizes.full_heads == 0:
+        if self.sizes.number_of_full_heads == 0:
             return Choice([])
         losses = self.head_losses(watch)
-        return Choice(most_needed(losses, self.sizes.full_heads), losses)
+        return Choice(most_needed(losses, self.sizes.number_of_full_heads), losses)
 
     def ask_base(self, watch: Watch) -> None:
         """Write what the base answers in a chat; nothing if it has no chat template."""

@@ -20,7 +20,7 @@ class Sizes:
 
     Attributes:
         length: of the text whose cache keeps the share that the recipe asks for.
-        full_heads: how many heads keep everything.
+        number_of_full_heads: how many heads keep everything.
         window: the last tokens that each other head keeps.
         window_alone: the window that keeps the same share without full heads.
         beyond: from what has to be found to the end of its text, at least; the window does not reach so far.
@@ -30,7 +30,7 @@ class Sizes:
     """
 
     length: int
-    full_heads: int
+    number_of_full_heads: int
     window: int
     window_alone: int
     beyond: int
@@ -52,17 +52,18 @@ class Sizes:
             UserError: if the cache has no room for a window, or the window is too long for the texts.
         """
         length = min(recipe.cache.length, limit)
-        full_heads = _number_of_full_heads(recipe.cache, heads, landmarks)
-        if full_heads >= heads:
+        number_of_full_heads = _number_of_full_heads(recipe.cache, heads, landmarks)
+        if number_of_full_heads >= heads:
             raise UserError(
-                f"{full_heads} heads are to be full, and the model has {heads}: one has to forget at least."
+                f"{number_of_full_heads} heads are to be full, and the model has {heads}: one has to forget at "
+                "least."
             )
         keep = recipe.cache.keep
         window = recipe.cache.window
         if window is None:
-            window = _window(keep, full_heads, heads, length, landmarks)
+            window = _window(keep, number_of_full_heads, heads, length, landmarks)
         else:
-            full_share = full_heads / heads
+            full_share = number_of_full_heads / heads
             keep = full_share + (1 - full_share) * (window + TEXT_SINKS) / length + landmarks
         beyond = window + MARGIN
         shortest = 3 * beyond // 2
@@ -85,7 +86,7 @@ class Sizes:
             )
         return cls(
             length=length,
-            full_heads=full_heads,
+            number_of_full_heads=number_of_full_heads,
             window=window,
             window_alone=_window(keep, 0, heads, length, landmarks),
             beyond=beyond,
@@ -113,15 +114,17 @@ def _number_of_full_heads(cache: CacheSettings, heads: int, landmarks: float) ->
     return max(1, int(heads * (cache.keep - landmarks) * 4 // 5))
 
 
-def _window(keep: float, full_heads: int, heads: int, length: int, landmarks: float) -> int:
+def _window(
+    keep: float, number_of_full_heads: int, heads: int, length: int, landmarks: float
+) -> int:
     """The window with which the share is kept of a text of the length, next to full heads and landmarks."""
-    full_share = full_heads / heads
+    full_share = number_of_full_heads / heads
     rest = keep - full_share - landmarks
     window = int(rest / (1 - full_share) * length) - TEXT_SINKS if rest > 0 else 0
     if window < FEWEST:
         besides = f", and landmarks take {landmarks:.1%}" if landmarks else ""
         raise UserError(
-            f"a cache that keeps {keep:.3g} of {length:,} tokens has no room for a window if {full_heads} of "
-            f"{heads} heads are full{besides}: keep more, or fewer full heads."
+            f"a cache that keeps {keep:.3g} of {length:,} tokens has no room for a window if {number_of_full_heads} "
+            f"of {heads} heads are full{besides}: keep more, or fewer full heads."
         )
     return window
