@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 from pydantic import BaseModel
 
+from metatokens.model.generation import READ_AT_ONCE
 from metatokens.retrofit.text_window import apply_text_window, text_window_of
 from metatokens.shrink.answering import read
 
@@ -37,7 +38,7 @@ class Cost(BaseModel):
 
 
 def costs(model: Any, text: npt.ArrayLike, length: int) -> list[Cost]:
-    """The cost of the full cache and of the model's own, each measured once, after a round that warms up.
+    """The cost of the full cache and of the model's own, each measured once, after a short text that warms up.
 
     Args:
         model: with a text window.
@@ -50,12 +51,13 @@ def costs(model: Any, text: npt.ArrayLike, length: int) -> list[Cost]:
         "full": {"window": None},
         "shrunk": text_window_of(model.config),
     }
-    measured: dict[str, Cost] = {}
-    for _ in range(2):  # the second round replaces the first
-        for cache, window in windows.items():
-            apply_text_window(model, **window)
-            reading, writing, size = _timed(model, ids)
-            measured[cache] = Cost(
+    measured = []
+    for cache, window in windows.items():
+        apply_text_window(model, **window)
+        _timed(model, ids[:READ_AT_ONCE])
+        reading, writing, size = _timed(model, ids)
+        measured.append(
+            Cost(
                 cache=cache,
                 length=length,
                 cache_bytes=size,
@@ -64,7 +66,8 @@ def costs(model: Any, text: npt.ArrayLike, length: int) -> list[Cost]:
                 device=model.device.type,
                 threads=torch.get_num_threads(),
             )
-    return [*measured.values()]
+        )
+    return measured
 
 
 @torch.inference_mode()

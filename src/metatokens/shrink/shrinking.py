@@ -435,19 +435,22 @@ class _Run:
 
     def measure_costs(self, arm: Arm, watch: Watch) -> None:
         """Write what the cache of the shrunk model costs, next to the full one."""
-        file = self.out / "costs.json"
-        measured: list[Cost] = _read_list(file, Cost) if file.exists() else []
+        measured = self.measured_costs()
         lengths = sorted(self.cost_lengths - {cost.length for cost in measured})
-        if file.exists() and not lengths:
+        if not lengths:
             return
         model = self._model_of(arm)
         with watch("memory and speed") as progress:
             for done, length in enumerate(lengths, start=1):
                 text = with_landmarks(self.landmarks, self.text.held_out.ids[:length].tolist())
                 measured += costs(model, text, length)
+                measured.sort(key=lambda cost: cost.length)
+                _write_list(self._costs_file, measured)  # a long text takes minutes
                 progress(done, len(lengths), {})
-        measured.sort(key=lambda cost: cost.length)
-        _write_list(file, measured)
+
+    def measured_costs(self) -> list[Cost]:
+        """What has been measured of the caches' costs."""
+        return _read_list(self._costs_file, Cost) if self._costs_file.exists() else []
 
     def findings(self, choice: Choice) -> Findings:
         """What the page shows, as far as it has been measured."""
@@ -460,7 +463,7 @@ class _Run:
         return Findings(
             results=results,
             losses=choice.losses,
-            costs=_read_list(self.out / "costs.json", Cost),
+            costs=self.measured_costs(),
             window=self.sizes.window,
             full_heads=choice.heads,
             landmarks=self.recipe.cache.landmarks,
@@ -473,6 +476,10 @@ class _Run:
     @property
     def _replies_file(self) -> Path:
         return self.out / "replies.json"
+
+    @property
+    def _costs_file(self) -> Path:
+        return self.out / "costs.json"
 
     def _results_file(self, name: str) -> Path:
         return self.out / "results" / f"{name.replace(', ', '-').replace(' ', '-')}.jsonl"
