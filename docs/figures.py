@@ -583,16 +583,23 @@ def shrunk_curve() -> str:
 
 
 def shrunk_cost() -> str:
-    """The memory of the caches of seed 0, and their tokens a second as multiples of those of the full cache."""
-    lines = pd.read_json(ROOT / "results/shrink/costs.json").set_index(["cache", "length"])
+    """The memory of the caches, and their tokens a second as multiples of those of the full cache."""
+    files = ("costs.json", "costs_by_intel_paths.json")
+    by_file = [
+        pd.read_json(ROOT / "results/shrink" / file).set_index(["cache", "length"])
+        for file in files
+    ]
     rows = []
-    for length in lines.loc["full"].index:
-        full, small = lines.loc["full", length], lines.loc["shrunk", length]
+    for length in by_file[0].loc["full"].index:
+        speeds = []
+        for lines in by_file:
+            full, small = lines.loc["full", length], lines.loc["shrunk", length]
+            speeds.append(f"{small.read_per_second / full.read_per_second:.1f}")
+            speeds.append(f"{small.new_per_second / full.new_per_second:.1f}")
         memory = f"{small.cache_bytes / 1e6:.1f} of {full.cache_bytes / 1e6:.0f} MB"
-        read = f"{small.read_per_second / full.read_per_second:.2f}"
-        written = f"{small.new_per_second / full.new_per_second:.2f}"
-        rows.append((number(length), memory, read, written))
-    return Table("", ("tokens", "cache", "reading", "writing"), rows).markdown()
+        rows.append((number(length), memory, *speeds))
+    paths = ("reading", "writing", "reading, Intel's paths", "writing, Intel's paths")
+    return Table("", ("tokens", "cache", *paths), rows).markdown()
 
 
 def cost() -> str:

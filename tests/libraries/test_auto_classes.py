@@ -91,6 +91,23 @@ print(json.dumps([type(config).__name__, *(type(model).__name__ for model in mod
     assert "is not supported" not in done.stderr
 
 
+def test_a_server_loads_a_model_by_its_architecture_without_a_warning(
+    forgetful_folder: Path, tmp_path: Path
+) -> None:
+    """As `transformers serve` does."""
+    code = f"""
+import transformers
+config = transformers.AutoConfig.from_pretrained({str(forgetful_folder)!r}, trust_remote_code=True)
+architecture = getattr(transformers, config.architectures[0])
+model = architecture.from_pretrained({str(forgetful_folder)!r}, trust_remote_code=True)
+print(model.config.text_window)
+"""
+    done = run(code, HF_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "2"
+    assert "to instantiate a model of type" not in done.stderr
+
+
 def test_a_process_that_does_not_import_the_package_may_trust_the_folders_code(
     folder: Path, added: Path, forgetful_folder: Path, tmp_path: Path
 ) -> None:

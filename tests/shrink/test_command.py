@@ -127,6 +127,7 @@ def test_a_run_leaves_a_model_that_forgets(finished):
     losses = json.loads((finished / "heads.json").read_text())[1:]  # the first is of none
     full_heads = [loss["head"] for loss in sorted(losses, key=lambda loss: loss["loss"])[-2:]]
     model = AutoModelForCausalLM.from_pretrained(finished / "model")
+    assert model.config.use_cache
     ids = torch.arange(200)[None]
 
     output = model.generate(

@@ -88,6 +88,14 @@ class MetaConfig(PreTrainedConfig):
     text_full_layers = _setting("text_full_layers")
     text_full_heads = _setting("text_full_heads")
 
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read as transformers does, under the base's model type: it would warn of another one."""
+        fields, remaining = super().get_config_dict(*args, **kwargs)
+        if fields.get("model_type") == MODEL_TYPE:
+            fields["model_type"] = fields.get("base_model_type", MODEL_TYPE)
+        return fields, remaining
+
     def to_json_string(self, *args: Any, **kwargs: Any) -> str:
         """The base's JSON, under this package's model type."""
         fields = json.loads(super().to_json_string(*args, **kwargs))

@@ -247,6 +247,7 @@ def train(
             full_heads=settings.text_full_heads,
         )
     trained = _made_trainable(model, settings)
+    uses_cache = getattr(model.config, "use_cache", True)
     checkpoints = out / "checkpoints"
     checkpoint = last_good_checkpoint(checkpoints)
     trainer = MetaTokenTrainer(
@@ -273,6 +274,7 @@ def train(
             bracket_loss(model, bracket_weight, micro_batches),
         ):
             _train_from(checkpoint, trainer)
+    model.config.use_cache = uses_cache  # the Trainer has turned it off
     _save_run(trainer, trained, out)
 
 
