@@ -318,7 +318,8 @@ class _Run:
         """Refuse to make a file anew that a training of this run has used: the next one would have another."""
         if (self.out / "model").exists():
             raise UserError(
-                f"{file} is not there, and the model in this run was trained with it: begin again with --overwrite."
+                f"{file} is missing or incomplete, and the model in this run was trained with it: begin again with "
+                "--overwrite."
             )
 
     def replies(self, split: str) -> list[Encoded]:
