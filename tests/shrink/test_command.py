@@ -169,9 +169,9 @@ def test_the_page_has_the_figures_of_the_results(finished):
 def test_a_finished_run_does_no_step_again(copy, line, metatokens, contents):
     before = contents(copy)
     told = succeed(metatokens, f"{line.replace('1/2', '0.5')} --out {copy}")
-    kept, steps, chosen, summary, *paths = told.splitlines()
+    heads_and_window, steps, chosen, summary, *paths = told.splitlines()
     head = r"\d\.\d \(\d+\.\d\d\)"
-    assert kept == (
+    assert heads_and_window == (
         f"2 of {BLOCKS * KEY_HEADS} key-value heads will keep all text, the others the last {WINDOW} tokens."
     )
     assert steps.startswith("Steps: choose the heads, train (in ")
