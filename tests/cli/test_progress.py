@@ -31,17 +31,21 @@ def test_figures_are_printed_where_no_terminal_is(
     assert model == "model: base"
 
 
-def test_lines_of_figures_are_half_a_minute_apart(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(
-        sys.modules["metatokens.cli.output"], "time", SimpleNamespace(monotonic=lambda: now[0])
-    )
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The time that progress sees, which a test moves on."""
+    shown = SimpleNamespace(seconds=1000.0)
+    time = SimpleNamespace(monotonic=lambda: shown.seconds)
+    monkeypatch.setattr(sys.modules["metatokens.cli.output"], "time", time)
+    return shown
 
+
+def test_lines_of_figures_are_half_a_minute_apart(
+    capsys: pytest.CaptureFixture[str], clock: SimpleNamespace
+) -> None:
     with progress_bar("finetune") as progress:
         for step in range(1, 1001):
-            now[0] += 1.0
+            clock.seconds += 1.0
             progress(
                 step,
                 1000,
@@ -57,16 +61,11 @@ def test_lines_of_figures_are_half_a_minute_apart(
 
 
 def test_the_time_that_is_left_is_that_of_a_run_that_resumes(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], clock: SimpleNamespace
 ) -> None:
-    now = [0.0]
-    monkeypatch.setattr(
-        sys.modules["metatokens.cli.output"], "time", SimpleNamespace(monotonic=lambda: now[0])
-    )
-
     with progress_bar("train") as progress:
         progress(100, 300, {})  # those before were done by another process
-        now[0] = 60.0
+        clock.seconds += 60.0
         progress(110, 300, {})
 
     assert capsys.readouterr().err == "train 110/300, 19 min left\n"

@@ -468,28 +468,34 @@ def test_a_mistake_is_one_sentence_before_anything_is_written(
 
 
 @pytest.mark.parametrize("file", ["heads.json", "replies.json", "costs.json"])
-@pytest.mark.parametrize("content", ["[{", "{}", '[{"head": 1}]'])
-def test_a_damaged_file_of_a_run_is_named(file, content, finished, line, tmp_path, metatokens):
-    out = tmp_path / "run"
-    shutil.copytree(finished, out)
-    (out / file).write_text(content)
-    (out / "results/shrunk.jsonl").unlink()  # so that the replies are read
-    status, _, error = metatokens(f"{line} --out {out}")
-    if (content, file) == ("{}", "costs.json"):  # an empty list of lines too
-        assert status == 0
-    elif (content, file) == ("{}", "heads.json"):
-        assert f"run/{file} is missing or incomplete" in error
-        assert status == 2
-    else:
-        assert f"run/{file} is damaged: remove it, and give the same command again." in error
-        assert status == 2
-    (out / file).unlink()
-    if file == "costs.json":
-        succeed(metatokens, f"{line} --out {out}")
-    else:  # another model of the run would be trained on others
-        status, _, error = metatokens(f"{line} --out {out}")
-        assert status == 2
-        assert f"run/{file} is missing or incomplete, and the model in this run was" in error
+@pytest.mark.parametrize("content", ["[{", '{"other": 1}', '[{"head": 1}]'])
+def test_a_damaged_file_of_a_run_is_named(file, content, copy, line, metatokens):
+    (copy / file).write_text(content)
+    (copy / "results/shrunk.jsonl").unlink()  # so that the replies are read
+
+    status, _, error = metatokens(f"{line} --out {copy}")
+
+    assert f"{copy / file} is damaged: remove it, and give the same command again." in error
+    assert status == 2
+
+
+@pytest.mark.parametrize("file", ["heads.json", "replies.json"])
+def test_what_a_training_has_used_is_not_made_anew(file, copy, line, metatokens):
+    """Another model of the run would be trained on others."""
+    (copy / file).unlink()
+
+    status, _, error = metatokens(f"{line} --out {copy}")
+
+    assert f"{copy / file} is missing or incomplete, and the model in this run was" in error
+    assert status == 2
+
+
+def test_costs_that_are_missing_are_measured(copy, line, metatokens):
+    (copy / "costs.json").unlink()
+
+    succeed(metatokens, f"{line} --out {copy}")
+
+    assert [cost["length"] for cost in json.loads((copy / "costs.json").read_text())] == [200, 200]
 
 
 def test_a_damaged_model_is_trained_again(copy, finished, line, metatokens):

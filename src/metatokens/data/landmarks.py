@@ -124,22 +124,26 @@ class Landmarks:
         Raises:
             UserError: if the ids have another number of axes.
         """
-        ids = np.asarray(ids, dtype=np.int64)
-        if ids.ndim != 1:
-            raise UserError(
-                f"landmarks go into the ids of one text, and these have {ids.ndim} axes."
-            )
+        ids = _of_one_text(ids)
         is_text = ids != self.meta_token_id
         behind = np.zeros(len(ids), dtype=bool)
         behind[is_text] = self._behind(ids[is_text], start)
         behind[:-1] &= is_text[1:]
         return behind
 
-    def insert_into(self, ids: Sequence[int], start: int = 0) -> list[int]:
-        """The ids, (length,), with the meta-tokens inserted, (length + meta-tokens,); `start` as in a call."""
-        return np.insert(
-            np.array(ids, np.int64), np.flatnonzero(self(ids, start)) + 1, self.meta_token_id
-        ).tolist()
+    def insert_into(self, ids: Sequence[int], before: Sequence[int] = ()) -> list[int]:
+        """Insert the meta-tokens.
+
+        Args:
+            ids: (length,).
+            before: what stands before these, which the rules read too.
+
+        Returns:
+            (length + meta-tokens,).
+        """
+        text = _of_one_text(ids)
+        behind = self([*before, *text])[len(before) :]
+        return np.insert(text, np.flatnonzero(behind) + 1, self.meta_token_id).tolist()
 
     def _behind(self, text: Ids, start: int) -> Marks:
         """The same for a text without meta-tokens."""
@@ -155,9 +159,18 @@ class Landmarks:
         return behind
 
 
-def with_landmarks(landmarks: Landmarks | None, ids: Sequence[int], start: int = 0) -> list[int]:
-    """The ids with the meta-tokens of a rule; as they are without one. `start` as in a call of `Landmarks`."""
-    return list(ids) if landmarks is None else landmarks.insert_into(ids, start)
+def _of_one_text(ids: npt.ArrayLike) -> Ids:
+    text = np.asarray(ids, dtype=np.int64)
+    if text.ndim != 1:
+        raise UserError(f"landmarks go into the ids of one text, and these have {text.ndim} axes.")
+    return text
+
+
+def with_landmarks(
+    landmarks: Landmarks | None, ids: Sequence[int], before: Sequence[int] = ()
+) -> list[int]:
+    """The ids with the meta-tokens of a rule; as they are without one. `before` as in `Landmarks.insert_into`."""
+    return list(ids) if landmarks is None else landmarks.insert_into(ids, before)
 
 
 def _as_blank(white: re.Match[bytes]) -> bytes:

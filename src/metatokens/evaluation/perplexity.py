@@ -48,15 +48,29 @@ def block_losses(model: PreTrainedModel, blocks: Sequence[Block]) -> np.ndarray:
         batch = blocks[start : start + BATCH]
         ids = _padded([ids for ids, _ in batch], 0).to(model.device)
         labels = _padded([labels for _, labels in batch], IGNORED_LABEL).to(model.device)
-        is_scored = labels[:, 1:] != IGNORED_LABEL
-        remaining = labels[:, 1:][is_scored]
-        token_losses = []
-        for logits in logits_at(model, ids, pad(is_scored, (0, 1))):
-            targets, remaining = remaining[: len(logits)], remaining[len(logits) :]
-            token_losses.append(cross_entropy(logits.double(), targets, reduction="none"))
-        of_blocks = torch.cat(token_losses).split(is_scored.sum(dim=1).tolist())
+        scored_of_each = (labels[:, 1:] != IGNORED_LABEL).sum(dim=1).tolist()
+        of_blocks = token_losses(model, ids, labels).split(scored_of_each)
         losses += [of_block.sum().item() for of_block in of_blocks]
     return np.array(losses)
+
+
+@torch.inference_mode()
+def token_losses(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The negative log-likelihood (nats) of each token that has a label, row by row, (tokens,) float64.
+
+    Args:
+        model: in evaluation mode.
+        ids: (batch, length).
+        labels: the same, with IGNORED_LABEL where a token is not scored. The first tokens of rows are never scored.
+    """
+    is_scored = labels[:, 1:] != IGNORED_LABEL
+    remaining = labels[:, 1:][is_scored]
+    losses = []
+    # In pieces: the logits of all tokens would take gigabytes.
+    for logits in logits_at(model, ids, pad(is_scored, (0, 1))):
+        targets, remaining = remaining[: len(logits)], remaining[len(logits) :]
+        losses.append(cross_entropy(logits.double(), targets, reduction="none"))
+    return torch.cat(losses)
 
 
 def _padded(rows: list[np.ndarray], padding: int) -> torch.Tensor:

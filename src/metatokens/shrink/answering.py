@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,7 +42,7 @@ def answer_logits(
     """
     rows = []
     for question in questions:
-        ids = question.ids if landmarks is None else _marked(landmarks, text, question.ids)
+        ids = with_landmarks(landmarks, question.ids, before=text)
         rows.append([*ids, *question.answer[:-1]])
     longest = max(map(len, rows))
     # Padding comes after the tokens of its row, so it changes none of them.
@@ -55,12 +54,6 @@ def answer_logits(
         logits[len(row) - len(question.answer) : len(row)].float()
         for logits, row, question in zip(output.logits, rows, questions, strict=True)
     ]
-
-
-def _marked(landmarks: Landmarks, text: Sequence[int], question: Sequence[int]) -> list[int]:
-    """A question with its meta-tokens: a rule reads the text before it too."""
-    behind = landmarks([*text, *question])[len(text) :]
-    return np.insert(question, np.flatnonzero(behind) + 1, landmarks.meta_token_id).tolist()
 
 
 def is_answered(logits: Tensor, question: Question) -> bool:

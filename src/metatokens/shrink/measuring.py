@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import cross_entropy
 
+from metatokens.data.insertion import IGNORED_LABEL
 from metatokens.data.landmarks import Landmarks, with_landmarks
-from metatokens.decoder import logits_at, measure_cache_share
+from metatokens.decoder import measure_cache_share
 from metatokens.errors import UserError
 from metatokens.evaluation.intervals import clustered_interval, normal_interval
+from metatokens.evaluation.perplexity import token_losses
 from metatokens.records import Result, pack_hits
 from metatokens.shrink.answering import answer_logits, is_answered
 from metatokens.shrink.lookups import CHAT, KINDS, PASSAGE, TRAINED, Asked, Form, Lookups
@@ -172,19 +173,13 @@ class Measuring:
                 **share,
             )
 
-    @torch.inference_mode()
     def _perplexity(self, name: str, text: Sequence[int], start: int) -> Result:
         """The perplexity of a text's tokens from `start` on."""
         ids = torch.tensor(with_landmarks(self.landmarks, text), device=self.model.device)
         is_text = ids != self.model.config.meta_token_id
-        scored = is_text.nonzero()[start:, 0]
-        chosen = torch.zeros_like(is_text).index_fill(0, scored - 1, True)
-        losses_by_piece = []
-        remaining = ids[scored]
-        for logits in logits_at(self.model, ids[None], chosen[None]):
-            targets, remaining = remaining.split([len(logits), len(remaining) - len(logits)])
-            losses_by_piece.append(cross_entropy(logits.float(), targets, reduction="none"))
-        losses = torch.cat(losses_by_piece)
+        is_scored = is_text & (is_text.cumsum(dim=0) > start)
+        labels = ids.masked_fill(~is_scored, IGNORED_LABEL)
+        losses = token_losses(self.model, ids[None], labels[None])
         mean = losses.mean().item()
         low, high = normal_interval(mean, losses.std().item() / math.sqrt(len(losses)))
         return Result(

@@ -204,7 +204,7 @@ class _Run:
         }
 
     def plan(self, *, controls: bool) -> str:
-        """What the run will do, as text for the user."""
+        """Tell the user what the run will do."""
         precision = "bfloat16" if self.recipe.training.bf16 else "float32"
         plan = (
             f"{self.sizes.number_of_full_heads} of {len(self.heads)} key-value heads will keep all text, the others "
@@ -450,7 +450,7 @@ class _Run:
                 progress(done, len(lengths), {})
 
     def measured_costs(self) -> list[Cost]:
-        """What has been measured of the caches' costs."""
+        """The costs that have been measured so far."""
         return _read_list(self._costs_file, Cost) if self._costs_file.exists() else []
 
     def findings(self, choice: Choice) -> Findings:
