@@ -413,6 +413,7 @@ MISTAKES = {
     "--set 'tests.texts={200: 1}'": "a test of 200 tokens has no room for 6 facts of the kind",
     "--set training.lora_rank=0": "shrink trains adapters of the model",
     "--set training.position_jumps=64": "training.position_jumps and eval_steps are not for shrink",
+    "--forms record.yaml": "a fact of the form ' {name} has word word",
     "--forms nowhere.yaml": "nowhere.yaml holds no forms of look-ups",
     "--model nowhere": "there is no folder nowhere",
     "--model sliding": "some of its blocks have a sliding window of their own",
@@ -426,6 +427,9 @@ def ground(base, tmp_path_factory):
     (folder / "empty.jsonl").touch()
     few = [QUESTION | {"prompt": f"The word is bird. {number}?"} for number in range(9)]
     (folder / "few.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in few))
+    record = f" {{name}} has {'word ' * 100}{{word}}."
+    form = {"state": record, "ask": "\n{name} has", "answer": " {word}"}
+    (folder / "record.yaml").write_text(json.dumps({"train": {"keys": [form]}}))
     bare = [QUESTION | {"prompt": letter} for letter in "ABCDEFGHIJ"]
     (folder / "bare.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in bare))
     shutil.copytree(base, folder / "without-start")
@@ -469,13 +473,19 @@ def test_a_mistake_is_one_sentence_before_anything_is_written(
 
 @pytest.mark.parametrize("file", ["heads.json", "replies.json", "costs.json"])
 @pytest.mark.parametrize("content", ["[{", '{"other": 1}', '[{"head": 1}]'])
-def test_a_damaged_file_of_a_run_is_named(file, content, copy, line, metatokens):
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_damaged_file_of_a_run_is_named(file, content, is_trained, copy, line, metatokens):
     (copy / file).write_text(content)
     (copy / "results/shrunk.jsonl").unlink()  # so that the replies are read
+    if not is_trained:
+        shutil.rmtree(copy / "model")
 
     status, _, error = metatokens(f"{line} --out {copy}")
 
-    assert f"{copy / file} is damaged: remove it, and give the same command again." in error
+    if is_trained and file != "costs.json":
+        assert f"{copy / file} is missing, incomplete or damaged, and the model in" in error
+    else:
+        assert f"{copy / file} is damaged: remove it, and give the same command again." in error
     assert status == 2
 
 
@@ -486,8 +496,26 @@ def test_what_a_training_has_used_is_not_made_anew(file, copy, line, metatokens)
 
     status, _, error = metatokens(f"{line} --out {copy}")
 
-    assert f"{copy / file} is missing or incomplete, and the model in this run was" in error
+    assert (
+        f"{copy / file} is missing, incomplete or damaged, and the model in this run was" in error
+    )
     assert status == 2
+
+
+def test_a_run_that_cannot_measure_costs_has_all_else(copy, line, metatokens, monkeypatch):
+    """As where the full cache of a long text needs more memory than there is."""
+    (copy / "costs.json").unlink()
+    (copy / "results/full-cache-as-it-was.jsonl").unlink()
+
+    def without_memory(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(shrinking, "costs", without_memory)
+    with pytest.raises(MemoryError):
+        metatokens(f"{line} --out {copy}")
+
+    assert (copy / "results/full-cache-as-it-was.jsonl").exists()
+    assert "What it saves" not in (copy / "page.html").read_text()
 
 
 def test_costs_that_are_missing_are_measured(copy, line, metatokens):

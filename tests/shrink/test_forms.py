@@ -10,6 +10,7 @@ from metatokens.shrink.lookups import KINDS, Form, read_forms
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 PACKAGED = read_forms()
 SENTENCE = 'state: " {name} likes {word}.", ask: "\\nWhat {name} likes is"'
+LINE_FEED = "\\n"  # as YAML writes it
 GOOD = f'{{{SENTENCE}, answer: " {{word}}"}}'
 BAD = {
     "exam: {}": "forms are for train or test, not for 'exam'",
@@ -33,6 +34,14 @@ BAD = {
     f"train: {{statement: [{GOOD}]}}\ntest: {{question: [{GOOD.replace('What', 'Which')}]}}": (
         "the wording ' {name} likes {word}.' is trained and tested"
     ),
+    f"train: {{statement: [{GOOD}]}}\ntest: {{keys: [{GOOD.replace('name}', 'name1}')}]}}": (
+        "the wording ' {name1} likes {word}.' is trained and tested"
+    ),
+    f"train: {{statement: [{GOOD.replace(' {name} likes', '{name} likes')}]}}": (
+        "'{name} likes {word}.' has to begin with a space or a line feed"
+    ),
+    f"train: {{statement: [{GOOD.replace(LINE_FEED, '')}]}}": "'What {name} likes is' has to begin",
+    f"train: {{statement: [{{{SENTENCE}, answer: '{{word}}'}}]}}": "'{word}' has to begin",
     "train: [1, 2]": "holds no forms of look-ups",
     "- train": "holds no forms of look-ups",
     "train: {statement: [word]}": "holds no forms of look-ups",

@@ -11,7 +11,7 @@ from metatokens.errors import UserError
 from metatokens.shrink.lookups import Form, Turns
 from tests.shrink.small import TEMPLATE
 
-LENGTH, BEYOND, FACTS = 400, 100, 3
+LENGTH, DISTANCE, FACTS = 400, 100, 3
 PLACEHOLDER = re.compile(r"\\{(\w+)\\}")
 ANSWERING = "\n<|endoftext|>assistant\n"
 CLOSING = "\n<|endoftext|>user\n"
@@ -38,7 +38,7 @@ def asked_of_form(lookups, number, *, chat):
     return lookups.draw(
         np.random.default_rng(number),
         length=LENGTH,
-        beyond=BEYOND,
+        distance=DISTANCE,
         forms=[lookups.forms[number]],
         facts=FACTS,
         chat=chat,
@@ -67,7 +67,7 @@ def test_each_fact_is_whole_and_far_from_the_end(split, chat, lookups, tokenizer
         asked = asked_of_form(lookups[split], form_number, chat=chat)
 
         assert len(asked.text) == LENGTH
-        early_text = tokenizer.decode(asked.text[:-BEYOND])
+        early_text = tokenizer.decode(asked.text[:-DISTANCE])
         answers = set()
         for question in asked.questions:
             both = tokenizer.decode(question.ids + question.answer)
@@ -92,13 +92,13 @@ def test_facts_that_would_be_near_the_end_are_left_out(length, lookups, tokenize
         asked = lookups["test"].draw(
             np.random.default_rng(number),
             length=length,
-            beyond=BEYOND,
+            distance=DISTANCE,
             forms=[form],
             facts=12,
-            keeps_beyond=True,
+            keeps_distance=True,
         )
 
-        late_text = tokenizer.decode(asked.text[-BEYOND:])
+        late_text = tokenizer.decode(asked.text[-DISTANCE:])
         for question in asked.questions:
             assert tokenizer.decode(question.answer).strip() not in late_text.split()
         counts.add(len(asked.questions))
@@ -211,7 +211,7 @@ def with_template(tokenizer, template):
 
 def test_a_passage_is_prose_before_the_window(lookups, tokenizer):
     draw = lookups["train"]
-    options = {"length": LENGTH, "beyond": BEYOND, "forms": draw.forms[:4], "facts": 4}
+    options = {"length": LENGTH, "distance": DISTANCE, "forms": draw.forms[:4], "facts": 4}
     prose = draw.prose.ids.tolist()
     of_prose = {tuple(prose[start : start + 20]) for start in range(len(prose) - 19)}
     starts = set()
@@ -223,10 +223,10 @@ def test_a_passage_is_prose_before_the_window(lookups, tokenizer):
         whole = [*cue, *passage.answer]
         assert len(whole) == 20
         assert tuple(whole) in of_prose  # so no fact is in it
-        rows = [asked.text[start : start + 20] for start in range(LENGTH - BEYOND - 19)]
+        rows = [asked.text[start : start + 20] for start in range(LENGTH - DISTANCE - 19)]
         starts.add(rows.index(whole))
     assert max(starts) - min(starts) > len(rows) / 2
-    short = draw.draw(np.random.default_rng(0), passage=True, **options | {"beyond": LENGTH})
+    short = draw.draw(np.random.default_rng(0), passage=True, **options | {"distance": LENGTH})
     assert "passage" not in {question.kind for question in short.questions}
 
 
@@ -234,17 +234,30 @@ def test_facts_end_where_names_do(lookups):
     draw = copy.copy(lookups["train"])
     form = next(form for form in draw.forms if "name" in form.placeholders)
     draw.entities = replace(draw.entities, names=draw.entities.names[:3])
-    asked = draw.draw(np.random.default_rng(0), length=1000, beyond=8, forms=[form], facts=8)
+    asked = draw.draw(np.random.default_rng(0), length=1000, distance=8, forms=[form], facts=8)
     assert len(asked.text) == 1000
     assert 1 <= len(asked.questions) <= 3
 
 
 def test_facts_that_do_not_fit_are_left_out(lookups):
     draw = lookups["train"]
-    options = {"beyond": 8, "forms": draw.forms, "facts": 8}
+    options = {"distance": 8, "forms": draw.forms, "facts": 8}
     for length in range(30, 130):
         asked = draw.draw(np.random.default_rng(length), length=length, **options)
         assert len(asked.text) == length
         assert min(8, length // 20) - 1 <= len(asked.questions) <= 8
-    with pytest.raises(UserError, match="too short for its first fact"):
-        draw.draw(np.random.default_rng(0), length=8, **options)
+    assert draw.draw(np.random.default_rng(0), length=8, **options).questions == []
+
+
+def test_a_form_whose_facts_may_not_fit_is_refused(lookups):
+    """Facts about each name with one word, and about each word with one name, are at most as long as was checked."""
+    form = Form(kind="keys", state=(" {name} = {word}.",), ask="\n{name} =", answer=" {word}")
+    draw = replace(lookups["train"], forms=[form])
+    names, words = draw.entities.names, draw.entities.words
+    pairs = [(name, words[0]) for name in names] + [(names[0], word) for word in words]
+    facts = draw.tokenizer([f" {name} = {word}." for name, word in pairs], add_special_tokens=False)
+    longest = max(map(len, facts.input_ids))
+
+    draw.check_that_facts_fit(2 * longest)
+    with pytest.raises(UserError, match=r"a fact of the form ' {name} = {word}.' may take "):
+        draw.check_that_facts_fit(longest - 1)

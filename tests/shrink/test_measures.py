@@ -1,7 +1,8 @@
 """What is measured of a model, next to whole passes over all tokens, one question after another."""
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -17,8 +18,8 @@ from metatokens.retrofit.text_window import apply_text_window, text_window_of
 from metatokens.shrink import measuring
 from metatokens.shrink.answering import answer_logits
 from metatokens.shrink.choosing import HeadLoss, loss_without, most_needed
-from metatokens.shrink.cost import NEW, costs
-from metatokens.shrink.lookups import CHAT, KINDS, PASSAGE, TRAINED
+from metatokens.shrink.cost import CONTINUATION, costs
+from metatokens.shrink.lookups import CHAT, KINDS, PASSAGE, TRAINED, Form
 from metatokens.tasks.example import Encoded
 from tests.numbers import decoder_roundings, rounding_bound
 from tests.shrink.small import BLOCKS, HEAD_SIZE, KEY_HEADS
@@ -90,7 +91,7 @@ def drawn(lookups, seed, length):
     return draw.draw(
         np.random.default_rng(seed),
         length=length,
-        beyond=2 * WINDOW,
+        distance=2 * WINDOW,
         forms=draw.forms[:3],
         facts=3,
     )
@@ -204,7 +205,7 @@ def test_the_bytes_of_a_cache(model, text):
     apply_text_window(model, WINDOW, full_layers=FULL)
     before = text_window_of(model.config)
     per_position = 2 * KEY_HEADS * HEAD_SIZE * 4  # keys and values in float32, of a block
-    of_full_block = per_position * (300 + NEW)
+    of_full_block = per_position * (300 + CONTINUATION)
 
     full, small = costs(model, text.held_out.ids, 300)
 
@@ -213,7 +214,7 @@ def test_the_bytes_of_a_cache(model, text):
     note = (
         16  # bytes: two numbers about an entry, in the blocks that forget and in those that do not
     )
-    of_others = small.cache_bytes - of_full_block - note * (300 + NEW)
+    of_others = small.cache_bytes - of_full_block - note * (300 + CONTINUATION)
     of_window = of_others / ((BLOCKS - 1) * per_position + note)
     assert (small.cache, small.length) == ("shrunk", 300)
     # Besides what the next token sees, a cache holds up to 16 entries that it will drop together.
@@ -227,7 +228,7 @@ def test_each_tested_text_is_drawn_by_itself(lookups):
         lookups["test"],
         lookups["train"].forms,
         {448: 4},
-        beyond={448: 60},
+        distance={448: 60},
         user_questions=[],
         excerpts=2,
         excerpt_length=50,
@@ -236,3 +237,23 @@ def test_each_tested_text_is_drawn_by_itself(lookups):
     kinds = {question.kind for asked in tests.asked[448] for question in asked.questions}
     assert kinds == {*KINDS, CHAT, TRAINED, PASSAGE}
     assert len({*texts}) == len(texts) == 4 * len(kinds - {PASSAGE})
+
+
+def test_each_form_has_as_many_texts_as_any_other(lookups):
+    """Here four texts are asked for, and a user has added a fifth form of statements."""
+    further = Form(
+        kind="statement", state=(" {name} likes {word}.",), ask="\n{name} likes", answer=" {word}"
+    )
+    of_test = lookups["test"]
+    tests = measuring.draw_tests(
+        replace(of_test, forms=[further, *of_test.forms]),
+        lookups["train"].forms,
+        {448: 4},
+        distance={448: 60},
+        user_questions=[],
+        excerpts=0,
+        excerpt_length=50,
+    )
+    of_kind = Counter(asked.questions[0].kind for asked in tests.asked[448])
+    assert of_kind["statement"] + of_kind[PASSAGE] == 5
+    assert of_kind["question"] == of_kind["keys"] == of_kind["several"] == 4

@@ -20,7 +20,7 @@ RECORD = Encoded(input_ids=[11, 12, 13, 14, 15, 0], answer_start=3)
 @pytest.fixture
 def make(lookups):
     """Makes the batches of a mixture with other settings than usual."""
-    usual = {"steps": STEPS, "tokens": TOKENS, "longest": LONGEST, "shortest": 100, "beyond": 60}
+    usual = {"steps": STEPS, "tokens": TOKENS, "longest": LONGEST, "shortest": 100, "distance": 60}
     usual |= {"prose_share": 1 / 3, "seed": 0}
 
     def batches(**changes):

@@ -132,7 +132,7 @@ def test_the_tables_show_the_results(write):
         middle = sum(differences) / 2
         shrunk += [mean, f"{middle:+.3f} ({middle - error:+.3f} to {middle + error:+.3f})"]
     assert shrunk in cells
-    assert ["4,096", "full", "12.3", "1234", "5.7"] in cells
+    assert ["4,096", "full", "12.3", "1234", "5.7", "cpu", "3"] in cells
     assert ["2.1", "7.25", "1 of 4"] in cells
     assert ["none", "1.50", "3 of 4"] in cells
 

@@ -13,9 +13,9 @@ def test_sizes_of_an_eighth_in_smollm2():
     sizes = Sizes.of(RECIPE, heads=90, limit=8192)
     # An eighth of 4,096 tokens: nine full heads, and (1/8 - 9/90) / (81/90) * 4,096 - 4 tokens in the others.
     assert (sizes.number_of_full_heads, sizes.window, sizes.window_alone) == (9, 109, 508)
-    assert (sizes.beyond, sizes.shortest) == (117, 175)
+    assert (sizes.distance, sizes.shortest) == (117, 175)
     # Where the text is long enough, the control with a window alone does not reach what has to be found.
-    assert sizes.beyond_by_length == {512: 256, 2048: 516, 4096: 516, 8192: 516}
+    assert sizes.distance_by_length == {512: 256, 2048: 516, 4096: 516, 8192: 516}
 
 
 def test_a_window_in_place_of_the_share():

@@ -5,6 +5,7 @@ import pytest
 
 from metatokens.data.tokenizer import END_OF_TEXT
 from metatokens.errors import UserError
+from metatokens.shrink import texts
 from metatokens.shrink.texts import Entities, Prose, UserText
 from tests.shrink.small import write_documents
 
@@ -47,6 +48,20 @@ def test_a_text_of_few_words_is_refused(documents):
         UserError, match="words in lower-case letters to ask for in the test split, and 64 are"
     ):
         Entities.of(documents[:2], "test")
+
+
+def test_a_long_text_is_cut_after_the_first_document_that_is_too_much(
+    tokenizer, corpus, documents, monkeypatch
+):
+    whole = UserText(tokenizer, [str(corpus)])
+    most_characters = sum(map(len, documents[:-3])) - 1
+    monkeypatch.setattr(texts, "MOST_CHARACTERS", most_characters)
+
+    cut = UserText(tokenizer, [str(corpus), "never-read.txt"])
+
+    assert (whole.is_cut, cut.is_cut) == (False, True)
+    texts_read = tokenizer.decode([*cut.train.ids, *cut.held_out.ids])
+    assert sorted(texts_read.split("\n\n")) == sorted([*documents[:-3], ""])
 
 
 def test_every_tenth_document_is_held_out(documents, text, tokenizer):

@@ -32,7 +32,7 @@ class HeadLoss(BaseModel):
 
 
 def loss_without(
-    head: Head | None, model: Any, heads: Sequence[Head], tests: Sequence[Asked], window: int
+    head: Head | None, model: Any, heads: Sequence[Head], texts: Sequence[Asked], window: int
 ) -> HeadLoss:
     """The loss of answers if one head sees a window alone.
 
@@ -40,20 +40,20 @@ def loss_without(
         head: that one; None: all heads see everything.
         model: a retrofitted model with the full cache, and so it is afterwards.
         heads: all of the model.
-        tests: texts with questions, to which the answer is farther than the window.
+        texts: texts with questions, to which the answer is farther than the window.
         window: of the head that forgets.
     """
     if head is None:
-        return _loss(model, tests, None)
+        return _loss(model, texts, None)
     apply_text_window(model, window, full_heads=[other for other in heads if other != head])
-    loss = _loss(model, tests, head)
+    loss = _loss(model, texts, head)
     apply_text_window(model, None)
     return loss
 
 
-def _loss(model: Any, tests: Sequence[Asked], head: Head | None) -> HeadLoss:
+def _loss(model: Any, texts: Sequence[Asked], head: Head | None) -> HeadLoss:
     losses, hits = [], []
-    for asked in tests:
+    for asked in texts:
         logits_of_answers = answer_logits(model, asked.text, asked.questions)
         for question, logits in zip(asked.questions, logits_of_answers, strict=True):
             target = torch.tensor(question.answer, device=logits.device)

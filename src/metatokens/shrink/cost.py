@@ -12,7 +12,7 @@ from metatokens.model.generation import READ_AT_ONCE
 from metatokens.retrofit.text_window import apply_text_window, text_window_of
 from metatokens.shrink.answering import read
 
-NEW = 32  # tokens by which a text is continued
+CONTINUATION = 32  # tokens by which a text is continued
 
 
 class Cost(BaseModel):
@@ -62,7 +62,7 @@ def costs(model: Any, text: npt.ArrayLike, length: int) -> list[Cost]:
                 length=length,
                 cache_bytes=size,
                 read_per_second=round(length / reading, 1),
-                new_per_second=round(NEW / writing, 2),
+                new_per_second=round(CONTINUATION / writing, 2),
                 device=model.device.type,
                 threads=torch.get_num_threads(),
             )
@@ -77,7 +77,7 @@ def _timed(model: Any, ids: list[int]) -> tuple[float, float, int]:
     cache = read(model, ids)
     middle = _now(model)
     token = torch.tensor([ids[-1:]], device=model.device)
-    for _ in range(NEW):
+    for _ in range(CONTINUATION):
         output = model(token, past_key_values=cache, use_cache=True)
         token = output.logits[:, -1:].argmax(dim=-1)
     end = _now(model)

@@ -34,6 +34,7 @@ TRAINED = "trained form"  # that of look-ups whose form was trained, about other
 USERS = "own"  # and that of a user's questions
 CUE, PASSAGE_SIZE = 12, 20  # tokens of a passage that are given, and of the whole passage
 _PLACEHOLDER = re.compile("(name|word|number)[0-9]*")
+_NUMBERED = re.compile(r"(\{(?:name|word|number))[0-9]+\}")
 _LABEL = re.compile(r"^\w+: +(?=\S)")  # at the beginning of a question
 _TURN = "\ufdd1"  # stands for a message in a chat template
 # In place of what chat templates call for today's date: a run that resumes tomorrow has the same chats.
@@ -67,6 +68,11 @@ class Form(BaseModel):
                 raise ValueError(f"{{{name}}} is asked for, and not stated")
         if not _placeholders(self.answer):
             raise ValueError("its answer has no placeholder, so each text would have the same one")
+        for text in (*self.state, self.ask, self.answer):
+            if not text[:1].isspace():
+                raise ValueError(
+                    f"{text!r} has to begin with a space or a line feed: it follows other text without one"
+                )
         return self
 
     @property
@@ -105,12 +111,17 @@ def read_forms(file: Path | None = None) -> Forms:
         raise UserError(f"{file} holds no forms of look-ups: {one_line(error)}.") from error
     # A user's own come first: a test with few texts takes the first forms.
     together = {purpose: further.get(purpose, ()) + forms[purpose] for purpose in forms}
-    trained = {text for form in together["train"] for text in (*form.state, form.ask)}
+    trained = {_wording(text) for form in together["train"] for text in (*form.state, form.ask)}
     for form in together["test"]:
         for text in (*form.state, form.ask):
-            if text in trained:
+            if _wording(text) in trained:
                 raise UserError(f"with {file} the wording {text!r} is trained and tested.")
     return together
+
+
+def _wording(text: str) -> str:
+    """A text of a form, in which {name1} and {name} are the same."""
+    return _NUMBERED.sub(r"\1}", text)
 
 
 def _parsed(text: str) -> Forms:
@@ -243,6 +254,27 @@ class Lookups:
         """The ids at the beginning of a text that is no chat."""
         return beginning_of(self.tokenizer)
 
+    def check_that_facts_fit(self, room: int) -> None:
+        """Refuse a form of which a fact may have more than so many tokens.
+
+        Raises:
+            UserError: if there is one.
+        """
+        longest_values = {}
+        for kind, of_kind in self._values.items():
+            sizes = [len(ids) for ids in self._encoded([f" {value}" for value in of_kind])]
+            longest_values[kind] = of_kind[int(np.argmax(sizes))]
+        for form in self.forms:
+            values = {name: longest_values[_kind_of(name)] for name in form.placeholders}
+            stated = self._encoded([sentence.format_map(values) for sentence in form.state])
+            # In a sentence another value may have a token more than after a space.
+            size = sum(map(len, stated)) + len(values)
+            if size > room:
+                raise UserError(
+                    f"a fact of the form {form.state[0]!r} may take {size:,} tokens, and the shortest texts of the "
+                    f"training have room for {room:,}: leave that form out, or keep more."
+                )
+
     def some_forms(self, generator: np.random.Generator, count: int) -> list[Form]:
         """So many forms, at random."""
         chosen = generator.choice(len(self.forms), count, replace=False)
@@ -253,42 +285,39 @@ class Lookups:
         generator: np.random.Generator,
         *,
         length: int,
-        beyond: int,
+        distance: int,
         forms: Sequence[Form],
         facts: int,
         chat: bool = False,
         passage: bool = False,
-        keeps_beyond: bool = False,
+        keeps_distance: bool = False,
     ) -> Asked:
         """A text with facts, and a question for each, in random order.
 
         Args:
             generator: of everything that is drawn.
             length: tokens of the text.
-            beyond: the fewest tokens between the last fact and the end of the text. If the text has no room for that,
+            distance: the fewest tokens between the last fact and the end of the text. If the text has no room for that,
                 the facts come first.
             forms: the facts take them in turn.
-            facts: how many; fewer if they do not fit in the text, or if names, words or numbers run out.
+            facts: how many; fewer, or none, if they do not fit in the text, or if names, words or numbers run out.
             chat: the text is the beginning of a user's message, and each question ends one.
-            passage: ask for a passage of the text too, unless the prose before `beyond` has no room for one between
+            passage: ask for a passage of the text too, unless the prose before `distance` has no room for one between
                 facts.
-            keeps_beyond: leave out facts that would leave fewer tokens than `beyond` after them.
-
-        Raises:
-            UserError: if no fact fits in the text.
+            keeps_distance: leave out facts that would leave fewer tokens than `distance` after them.
         """
         opening = self.turns.opening if self.turns and chat else self.beginning
         room = length - len(opening)
-        room_for_facts = room - beyond if keeps_beyond else room
+        room_for_facts = room - distance if keeps_distance else room
         stated, questions = self._facts(generator, forms, facts, chat, room_for_facts)
         size = room - sum(map(len, stated))
         start = self._start(generator, size)
         text = self.prose.ids[start : start + size]
-        cuts = self._cuts(generator, start, size - beyond, len(stated))
+        cuts = self._cuts(generator, start, size - distance, len(stated))
         pieces = [piece.tolist() for piece in np.split(text, cuts)]
         with_facts = chain.from_iterable(zip(pieces, [*stated, []], strict=True))
         whole = [*opening, *chain.from_iterable(with_facts)]
-        starts = _passage_starts(size - beyond, cuts)
+        starts = _passage_starts(size - distance, cuts)
         if passage and len(starts):
             questions.append(self._passage(text, int(generator.choice(starts))))
         order = generator.permutation(len(questions))
@@ -326,9 +355,7 @@ class Lookups:
         facts: list[list[list[int]]] = []  # the sentences of each
         for number in range(count):
             form = forms[number % len(forms)]
-            values = {
-                name: next(drawn[name.rstrip("0123456789")], None) for name in form.placeholders
-            }
+            values = {name: next(drawn[_kind_of(name)], None) for name in form.placeholders}
             if None in values.values():  # all are in this text
                 break
             stated = self._encoded([sentence.format_map(values) for sentence in form.state])
@@ -340,8 +367,6 @@ class Lookups:
             questions.append(
                 self._chat_question(ask, answer) if chat else self._question(form.kind, ask, answer)
             )
-        if not questions:
-            raise UserError("a text with look-ups is too short for its first fact.")
         return _interleaved(generator, facts), questions
 
     def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
@@ -366,15 +391,24 @@ class Lookups:
 
     def _drawn(self, generator: np.random.Generator) -> dict[str, Iterator[Any]]:
         """What placeholders stand for, without repetition."""
-        entities = {
+        return {
+            kind: iter(generator.permutation(values).tolist())
+            for kind, values in self._values.items()
+        }
+
+    @property
+    def _values(self) -> dict[str, Sequence[str]]:
+        """What each kind of placeholders stands for."""
+        return {
             "name": self.entities.names,
             "word": self.entities.words,
             "number": self.entities.numbers,
         }
-        return {
-            kind: iter(generator.permutation(of_kind).tolist())
-            for kind, of_kind in entities.items()
-        }
+
+
+def _kind_of(placeholder: str) -> str:
+    """`word` for `word1`."""
+    return placeholder.rstrip("0123456789")
 
 
 def _interleaved(

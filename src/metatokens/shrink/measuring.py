@@ -18,7 +18,7 @@ from metatokens.evaluation.perplexity import token_losses
 from metatokens.records import Result, pack_hits
 from metatokens.shrink.answering import answer_logits, is_answered
 from metatokens.shrink.lookups import CHAT, KINDS, PASSAGE, TRAINED, Asked, Form, Lookups
-from metatokens.shrink.sizes import ROOM
+from metatokens.shrink.sizes import ROOM_FOR_QUESTION
 from metatokens.tasks.example import Encoded
 
 # Each text states so many facts, all of one form. So whoever names any stated value is right in a sixth of the cases.
@@ -57,7 +57,7 @@ def draw_tests(
     trained: Sequence[Form],
     texts: Mapping[int, int],
     *,
-    beyond: Mapping[int, int],
+    distance: Mapping[int, int],
     user_questions: Sequence[Asked],
     excerpts: int,
     excerpt_length: int,
@@ -67,8 +67,9 @@ def draw_tests(
     Args:
         lookups: of the test split and its forms.
         trained: forms that are trained; one of each kind is tested.
-        texts: by length, the number of texts of each kind. The facts of a text have one form.
-        beyond: by length, tokens between each fact and the end of the text at least.
+        texts: by length, the number of texts of each kind, rounded up to a multiple of its forms. The facts of a text
+            have one form.
+        distance: by length, tokens between each fact and the end of the text at least.
         user_questions: a user's held-out questions.
         excerpts: of prose.
         excerpt_length: tokens.
@@ -89,22 +90,25 @@ def draw_tests(
     for length, count in texts.items():
         asked[length] = []
         for group, (kind, forms) in enumerate(groups.items()):
-            for number in range(count):
+            # Each form has as many texts as any other, at each length.
+            number_of_texts = math.ceil(count / len(forms)) * len(forms)
+            for number in range(number_of_texts):
                 drawn = lookups.draw(
                     np.random.default_rng([SEED, length, group, number]),
-                    length=length - ROOM,
-                    beyond=beyond[length],
+                    length=length - ROOM_FOR_QUESTION,
+                    distance=distance[length],
                     forms=[forms[number % len(forms)]],
                     facts=FACTS,
                     chat=kind == CHAT,
                     passage=kind == KINDS[0],
-                    keeps_beyond=True,
+                    keeps_distance=True,
                 )
-                about_facts = [question for question in drawn.questions if question.kind != PASSAGE]
-                if len(about_facts) < FACTS:
+                number_of_facts = sum(question.kind != PASSAGE for question in drawn.questions)
+                if number_of_facts < FACTS:
+                    others = {other: texts[other] for other in texts if other != length}
                     raise UserError(
                         f"a test of {length:,} tokens has no room for {FACTS} facts of the kind {kind!r}, in this "
-                        "text: leave that length out of tests.texts."
+                        f"text: leave that length out, by --set 'tests.texts={others}'."
                     )
                 asked[length].append(drawn)
     beginning = lookups.beginning

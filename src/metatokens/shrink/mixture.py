@@ -37,7 +37,7 @@ class Mixture:
         tokens: of a batch.
         longest: tokens of the longest texts.
         shortest: tokens that texts with look-ups have at least.
-        beyond: the fewest tokens between a fact and the end of its text.
+        distance: the fewest tokens from a fact to the end of its text.
         prose_share: of the batches.
         seed: of all draws.
         replies: of the model itself, to requests in a chat.
@@ -50,7 +50,7 @@ class Mixture:
     tokens: int
     longest: int
     shortest: int
-    beyond: int
+    distance: int
     prose_share: float
     seed: int
     replies: Sequence[Encoded] = ()
@@ -105,8 +105,9 @@ class Mixture:
     def _lookup_row(self, generator: np.random.Generator, length: int) -> Row:
         turns = self.lookups.turns
         is_chat = turns is not None and generator.random() < CHAT_SHARE
-        room = length - self.beyond
-        if turns is not None and len(turns.opening) > room - 2 * ROOM_PER_FACT:
+        room = length - self.distance
+        room_in_chat = max(self.shortest, self.distance + 2 * ROOM_PER_FACT)
+        if turns is not None and len(turns.opening) > length - room_in_chat:
             is_chat = False  # its system prompt would leave no room for facts
         most_facts = min(MOST_FACTS, room // ROOM_PER_FACT)
         facts = int(generator.integers(2, max(3, most_facts + 1)))
@@ -114,7 +115,7 @@ class Mixture:
         asked = self.lookups.draw(
             generator,
             length=length,
-            beyond=self.beyond,
+            distance=self.distance,
             forms=self.lookups.some_forms(generator, number_of_forms),
             facts=facts,
             chat=is_chat,

@@ -1,6 +1,7 @@
 """The page of a run of `metatokens shrink`: one self-contained HTML file."""
 
 import base64
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,6 +211,7 @@ def write_page(findings: Findings, file: Path) -> None:
         findings=findings,
         full_heads=_names(findings.full_heads),
         name_of_head=name_of_head,
+        quoted_folder=shlex.quote(str(findings.out / "model")),
         labels=LABELS,
         picture=picture,
         shrunk=SHRUNK,

@@ -31,7 +31,7 @@ from metatokens.records import Result, read_lines, stamped
 from metatokens.retrofit.injection import add_meta_attention
 from metatokens.retrofit.text_window import apply_text_window, key_value_heads
 from metatokens.shrink.choosing import Head, HeadLoss, loss_without, most_needed
-from metatokens.shrink.cost import NEW, Cost, costs
+from metatokens.shrink.cost import CONTINUATION, Cost, costs
 from metatokens.shrink.lookups import USERS, Asked, Lookups, Question, Turns, read_forms
 from metatokens.shrink.measuring import (
     BASE,
@@ -45,8 +45,8 @@ from metatokens.shrink.measuring import (
 from metatokens.shrink.mixture import MOST_FORMS, Mixture
 from metatokens.shrink.page import Findings, write_page
 from metatokens.shrink.replies import draw_replies
-from metatokens.shrink.sizes import MARGIN, Sizes
-from metatokens.shrink.texts import HELD_OUT_EVERY, UserText, split_apart
+from metatokens.shrink.sizes import MARGIN_BEHIND_WINDOW, Sizes
+from metatokens.shrink.texts import HELD_OUT_EVERY, MOST_CHARACTERS, UserText, split_apart
 from metatokens.tasks.example import Encoded, Example, read_examples, records_sha256
 from metatokens.training.lora import check_peft
 from metatokens.training.run_folder import is_finished, open_run
@@ -140,12 +140,14 @@ def shrink(
         tell(run.plan(controls=controls))
         choice = run.choose(watch)
         run.ask_base(watch)
-        for arm in run.arms(choice.heads, controls=controls):
+        arms = run.arms(choice.heads, controls=controls)
+        for arm in arms:
             run.train(arm, watch)
             run.measure(arm, tests, watch)
-            if arm.name == SHRUNK:
-                run.measure_costs(arm, watch)
             write_page(run.findings(choice), out / PAGE)
+        # Last, since a long text with the full cache may need more memory than there is.
+        run.measure_costs(arms[0], watch)
+        write_page(run.findings(choice), out / PAGE)
         return run.findings(choice)
 
 
@@ -178,7 +180,9 @@ class _Run:
             retrofit, 1, full_heads=self.heads[:1] if full_heads is None else full_heads
         )
         self.cost_lengths = {
-            length for length in recipe.tests.cost_lengths if reaches(retrofit.config, length + NEW)
+            length
+            for length in recipe.tests.cost_lengths
+            if reaches(retrofit.config, length + CONTINUATION)
         }
         rule = recipe.cache.landmarks
         self.landmarks = None if rule is None else Landmarks(self.tokenizer, rule)
@@ -187,6 +191,8 @@ class _Run:
         )
         self.sizes = Sizes.of(recipe, len(self.heads), limit, density)
         self.text.check_holds(max([self.sizes.longest, *self.sizes.tested_texts]))
+        lookups = self.lookups["train"]
+        lookups.check_that_facts_fit(self.sizes.shortest - len(lookups.beginning))
         records = [] if questions is None else self._records_of(questions, limit)
         self.records_to_train_on, self.records_to_measure_on = split_apart(records)
         self.settings = {
@@ -204,16 +210,32 @@ class _Run:
         }
 
     def plan(self, *, controls: bool) -> str:
-        """Tell the user what the run will do."""
+        """What the run will do, for the user: a line for each thing to know."""
         precision = "bfloat16" if self.recipe.training.bf16 else "float32"
-        plan = (
+        tested_lengths = ", ".join(f"{length:,}" for length in self.sizes.tested_texts)
+        lines = [
             f"{self.sizes.number_of_full_heads} of {len(self.heads)} key-value heads will keep all text, the others "
-            f"the last {self.sizes.window:,} tokens.\n"
-            f"Steps: choose the heads, train (in {precision}), test, write the page."
-        )
+            f"the last {self.sizes.window:,} tokens.",
+            f"Steps: choose the heads, train (in {precision}), test in texts of {tested_lengths} tokens, write the "
+            "page.",
+        ]
         if controls:
-            plan += "\nThen two controls are trained and tested too; --no-controls leaves them out."
-        return plan
+            lines.append(
+                "Then two controls are trained and tested too; --no-controls leaves them out."
+            )
+        if self.text.is_cut:
+            lines.append(
+                f"The text is longer than {MOST_CHARACTERS:,} characters: what comes after them is not read."
+            )
+        longest_record = max(
+            (len(record.input_ids) for record in self.records_to_train_on), default=0
+        )
+        if longest_record > self.sizes.longest:
+            lines.append(
+                f"A record of --questions has {longest_record:,} tokens, and other texts of the training at most "
+                f"{self.sizes.longest:,}: its step needs more memory."
+            )
+        return "\n".join(lines)
 
     def _records_of(self, questions: Path, limit: int) -> list[Example]:
         """The user's own records: enough to hold some out, and short enough for the model."""
@@ -298,7 +320,7 @@ class _Run:
         self, model: Any, split: str, count: int, *, about_texts: float, seed: int, watch: Watch
     ) -> list[Any]:
         """Requests of a split with their replies, as ids, and where each reply begins."""
-        shortest = self.sizes.beyond
+        shortest = self.sizes.distance
         replies = draw_replies(
             model,
             self.lookups[split],
@@ -318,8 +340,8 @@ class _Run:
         """Refuse to make a file anew that a training of this run has used: the next one would have another."""
         if (self.out / "model").exists():
             raise UserError(
-                f"{file} is missing or incomplete, and the model in this run was trained with it: begin again with "
-                "--overwrite."
+                f"{file} is missing, incomplete or damaged, and the model in this run was trained with it: begin again "
+                "with --overwrite."
             )
 
     def replies(self, split: str) -> list[Encoded]:
@@ -328,6 +350,7 @@ class _Run:
             written = json.loads(self._replies_file.read_text(encoding="utf-8"))
             return [Encoded(input_ids=ids, answer_start=start) for ids, start in written[split]]
         except DAMAGED as error:
+            self._check_that_no_training_had(self._replies_file)
             raise _damaged(self._replies_file) from error
 
     def arms(self, full_heads: Sequence[Head], *, controls: bool) -> list[Arm]:
@@ -341,7 +364,11 @@ class _Run:
     def head_losses(self, watch: Watch) -> list[HeadLoss]:
         """The loss of answers if one head after another forgets the text, each measured once."""
         file = self.out / "heads.json"
-        losses = _read_list(file, HeadLoss) if file.exists() else []
+        try:
+            losses = _read_list(file, HeadLoss) if file.exists() else []
+        except UserError:
+            self._check_that_no_training_had(file)
+            raise
         cases = [None, *self.heads]  # None: no head forgets
         if len(losses) == len(cases):
             return losses
@@ -373,7 +400,7 @@ class _Run:
             tokens=self.recipe.mixture.tokens,
             longest=self.sizes.longest,
             shortest=self.sizes.shortest,
-            beyond=self.sizes.beyond,
+            distance=self.sizes.distance,
             prose_share=self.recipe.mixture.prose_share,
             seed=settings.seed,
             replies=self.replies("train"),
@@ -405,7 +432,7 @@ class _Run:
             self.lookups["test"],
             self.forms["train"],
             self.sizes.tested_texts,
-            beyond=self.sizes.beyond_by_length,
+            distance=self.sizes.distance_by_length,
             user_questions=[_asked(record) for record in self.records_to_measure_on],
             excerpts=self.recipe.tests.excerpts,
             excerpt_length=self.sizes.longest,
@@ -521,10 +548,10 @@ def _text_to_choose_by(lookups: Lookups, number: int, length: int) -> Asked:
     return lookups.draw(
         generator,
         length=length,
-        beyond=WINDOW_TO_CHOOSE_BY + MARGIN,
+        distance=WINDOW_TO_CHOOSE_BY + MARGIN_BEHIND_WINDOW,
         forms=lookups.some_forms(generator, MOST_FORMS),
         facts=FACTS_TO_CHOOSE_BY,
-        keeps_beyond=True,
+        keeps_distance=True,
     )
 
 

@@ -6,9 +6,9 @@ from metatokens.errors import UserError
 from metatokens.model.configuration import TEXT_SINKS
 from metatokens.recipe import CacheSettings, ShrinkRecipe
 
-FEWEST = 8  # positions of a window
-ROOM = 64  # tokens of a tested length that are for a question and its answer
-MARGIN = 8  # tokens at least between a window and what has to be found
+SHORTEST_WINDOW = 8  # positions of a window
+ROOM_FOR_QUESTION = 64  # tokens of a tested length that are for a question and its answer
+MARGIN_BEHIND_WINDOW = 8  # tokens at least between a window and what has to be found
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Sizes:
         number_of_full_heads: how many heads keep everything.
         window: the last tokens that each other head keeps.
         window_alone: the window that keeps the same share without full heads.
-        beyond: from what has to be found to the end of its text, at least; the window does not reach so far.
-        shortest: text of the training and of the tests; less of a shorter one is forgotten.
-        longest: text of the training.
+        distance: the fewest tokens from what has to be found to the end of its text; more than the window.
+        shortest: tokens of the shortest text of the training and of the tests: a third of it is outside the window.
+        longest: tokens of the longest text of the training.
         tested_texts: how many texts are tested, by their length.
     """
 
@@ -33,7 +33,7 @@ class Sizes:
     number_of_full_heads: int
     window: int
     window_alone: int
-    beyond: int
+    distance: int
     shortest: int
     longest: int
     tested_texts: dict[int, int]
@@ -65,41 +65,42 @@ class Sizes:
         else:
             full_share = number_of_full_heads / heads
             keep = full_share + (1 - full_share) * (window + TEXT_SINKS) / length + landmarks
-        beyond = window + MARGIN
-        shortest = 3 * beyond // 2
-        longest = min(max(recipe.mixture.longest, 2 * beyond), limit // 2)
+        distance = window + MARGIN_BEHIND_WINDOW
+        shortest = 3 * distance // 2
+        longest = min(max(recipe.mixture.longest, 2 * distance), limit // 2)
         if longest < shortest:
             raise UserError(
                 f"a window of {window:,} positions reaches over most of the {longest:,} tokens that a text of the "
                 "training may have, half of the model's limit: keep less."
             )
+        shortest_tested = shortest + ROOM_FOR_QUESTION
         tested_texts = {
             tested: count
             for tested, count in recipe.tests.texts.items()
             # A text may have twice as many landmarks as the mean.
-            if shortest + ROOM <= tested and tested * (1 + 2 * landmarks) <= limit
+            if tested >= shortest_tested and tested * (1 + 2 * landmarks) <= limit
         }
         if not tested_texts:
             raise UserError(
-                f"no length of tests.texts is between {shortest + ROOM:,} and {limit:,} tokens: a window of {window:,} "
-                "forgets too little of a shorter text, and the model reads no longer one."
+                f"no length of tests.texts is between {shortest_tested:,} and {limit:,} tokens: a window of "
+                f"{window:,} forgets too little of a shorter text, and the model reads no longer one."
             )
         return cls(
             length=length,
             number_of_full_heads=number_of_full_heads,
             window=window,
             window_alone=_window(keep, 0, heads, length, landmarks),
-            beyond=beyond,
+            distance=distance,
             shortest=shortest,
             longest=longest,
             tested_texts=tested_texts,
         )
 
     @property
-    def beyond_by_length(self) -> dict[int, int]:
-        """As `beyond`, for tests of a length: the control with a window alone does not reach so far in a long one."""
+    def distance_by_length(self) -> dict[int, int]:
+        """As `distance`, for tests of a length: the control with a window alone does not reach so far in a long one."""
         return {
-            length: max(self.beyond, min(self.window_alone + MARGIN, length // 2))
+            length: max(self.distance, min(self.window_alone + MARGIN_BEHIND_WINDOW, length // 2))
             for length in self.tested_texts
         }
 
@@ -121,7 +122,7 @@ def _window(
     full_share = number_of_full_heads / heads
     rest = keep - full_share - landmarks
     window = int(rest / (1 - full_share) * length) - TEXT_SINKS if rest > 0 else 0
-    if window < FEWEST:
+    if window < SHORTEST_WINDOW:
         besides = f", and landmarks take {landmarks:.1%}" if landmarks else ""
         raise UserError(
             f"a cache that keeps {keep:.3g} of {length:,} tokens has no room for a window if {number_of_full_heads} "

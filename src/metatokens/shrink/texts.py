@@ -132,6 +132,7 @@ class UserText:
         held_out: the prose to measure on.
         entities: by split, `train` and `test`, what look-ups are about.
         sha256: of the documents.
+        is_cut: whether the corpora have more text, which is not read.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, corpora: Sequence[str]):
@@ -140,8 +141,7 @@ class UserText:
         Raises:
             UserError: if a corpus cannot be read, or has too few words.
         """
-        # Each once, so that none is both trained on and measured on.
-        documents = list(dict.fromkeys(_documents(corpora)))
+        documents, self.is_cut = _documents(corpora)
         self._documents = len(documents)
         train, held_out = split_apart(documents)
         self.train = Prose(tokenizer, train)
@@ -164,10 +164,16 @@ class UserText:
                 )
 
 
-def _documents(corpora: Sequence[str]) -> Iterable[str]:
+def _documents(corpora: Sequence[str]) -> tuple[list[str], bool]:
+    """The first documents of the corpora, and whether there are more.
+
+    Each once, so that none is both trained on and measured on.
+    """
+    documents: dict[str, None] = {}
     characters = 0
     for text in chain.from_iterable(map(read_corpus, corpora)):
-        yield text
-        characters += len(text)
         if characters > MOST_CHARACTERS:
-            return
+            return [*documents], True
+        documents[text] = None
+        characters += len(text)
+    return [*documents], False
