@@ -20,7 +20,7 @@ RECORD = Encoded(input_ids=[11, 12, 13, 14, 15, 0], answer_start=3)
 @pytest.fixture
 def make(lookups):
     """Makes the batches of a mixture with other settings than usual."""
-    usual = {"steps": STEPS, "tokens": TOKENS, "longest": LONGEST, "shortest": 100, "distance": 60}
+    usual = {"steps": STEPS, "tokens": TOKENS, "lengths": [LONGEST, LONGEST // 2], "distance": 60}
     usual |= {"prose_share": 1 / 3, "seed": 0}
 
     def batches(**changes):
@@ -135,7 +135,12 @@ def test_a_batch_has_records_that_follow_one_another_in_length(make):
 def test_records_have_their_share_of_the_steps_without_prose(records, share, make):
     without_prose, length = 300, LONGEST // 2
     # Short texts in small batches, which are drawn more quickly.
-    sizes = {"tokens": length, "longest": length, "steps": 2 * without_prose, "prose_share": 1 / 2}
+    sizes = {
+        "tokens": length,
+        "lengths": [length],
+        "steps": 2 * without_prose,
+        "prose_share": 1 / 2,
+    }
     of_records = []
     for batch in make(**{records: [RECORD]}, **sizes):
         ids, labels = batch["input_ids"], batch["labels"]
@@ -151,7 +156,7 @@ def test_records_have_their_share_of_the_steps_without_prose(records, share, mak
 def test_a_long_system_prompt_leaves_short_texts_without_chats(make, lookups):
     turns = replace(lookups["train"].turns, opening=[5] * 40)
     chatty = replace(lookups["train"], turns=turns)
-    mixture = Mixture(chatty, 200, 256, LONGEST, 100, 60, prose_share=0.0, seed=0)
+    mixture = Mixture(chatty, 200, 256, [LONGEST, LONGEST // 2], 60, prose_share=0.0, seed=0)
     lengths = {True: set(), False: set()}
     for step in range(len(mixture)):
         batch = mixture[step]

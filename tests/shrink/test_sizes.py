@@ -14,6 +14,7 @@ def test_sizes_of_an_eighth_in_smollm2():
     # An eighth of 4,096 tokens: nine full heads, and (1/8 - 9/90) / (81/90) * 4,096 - 4 tokens in the others.
     assert (sizes.number_of_full_heads, sizes.window, sizes.window_alone) == (9, 109, 508)
     assert (sizes.distance, sizes.shortest) == (117, 175)
+    assert sizes.training_lengths == [2048, 1024, 512, 256]
     # Where the text is long enough, the control with a window alone does not reach what has to be found.
     assert sizes.distance_by_length == {512: 256, 2048: 516, 4096: 516, 8192: 516}
 

@@ -13,6 +13,7 @@ from metatokens.shrink.lookups import Asked, Lookups
 from metatokens.tasks.example import Encoded
 
 ROOM_PER_FACT = 25  # tokens of the part of a text where facts are
+ROOM_IN_CHAT = 2 * ROOM_PER_FACT  # tokens at least where facts are, or there is no chat
 MOST_FACTS = 24  # in a text
 MOST_FORMS = 4  # of the facts of a text: so several facts have one form, and only their names tell them apart
 CHAT_SHARE = 0.25  # of the texts with look-ups, if the model has a chat template
@@ -28,15 +29,13 @@ class Mixture:
 
     A batch is prose, in which every token counts; or texts with look-ups, in which the answers count; or a chat, in
     which the model's own replies do; or records of the user, in which the completions do. Texts with look-ups have one
-    length in a batch: the longest, or a half, a quarter, ... of it, down to the shortest. Batches have about equally
-    many tokens.
+    length in a batch. Batches have about equally many tokens.
 
     Attributes:
         lookups: of the training split.
         steps: batches.
         tokens: of a batch.
-        longest: tokens of the longest texts.
-        shortest: tokens that texts with look-ups have at least.
+        lengths: tokens of texts with look-ups, one drawn for a batch; prose has the first.
         distance: the fewest tokens from a fact to the end of its text.
         prose_share: of the batches.
         seed: of all draws.
@@ -48,8 +47,7 @@ class Mixture:
     lookups: Lookups
     steps: int
     tokens: int
-    longest: int
-    shortest: int
+    lengths: Sequence[int]
     distance: int
     prose_share: float
     seed: int
@@ -65,14 +63,13 @@ class Mixture:
         # Evenly spread, so that every stretch of the training has both kinds.
         is_prose = int((step + 1) * self.prose_share) > int(step * self.prose_share)
         if is_prose:
-            rows = [self._prose_row(generator) for _ in range(self._rows(self.longest))]
+            rows = [self._prose_row(generator) for _ in range(self._rows(self.lengths[0]))]
         elif self.replies and generator.random() < REPLY_SHARE:
             rows = self._record_rows(generator, self.replies)
         elif self.user_records and generator.random() < USER_SHARE:
             rows = self._record_rows(generator, self.user_records)
         else:
-            doublings = int(np.log2(self.longest / self.shortest))
-            length = self.longest // 2 ** int(generator.integers(doublings + 1))
+            length = self.lengths[int(generator.integers(len(self.lengths)))]
             rows = [self._lookup_row(generator, length) for _ in range(self._rows(length))]
         return labelled_batch([self._with_landmarks(ids, scored) for ids, scored in rows])
 
@@ -80,9 +77,9 @@ class Mixture:
         return max(1, self.tokens // length)
 
     def _prose_row(self, generator: np.random.Generator) -> Row:
-        beginning = self.lookups.beginning
-        excerpt = self.lookups.prose.excerpt(generator, self.longest - len(beginning))
-        return [*beginning, *excerpt], list(range(1, self.longest))
+        beginning, length = self.lookups.beginning, self.lengths[0]
+        excerpt = self.lookups.prose.excerpt(generator, length - len(beginning))
+        return [*beginning, *excerpt], list(range(1, length))
 
     def _record_rows(self, generator: np.random.Generator, records: Sequence[Encoded]) -> list[Row]:
         """A random record and those next to it by length, whose answers are at about the same places.
@@ -106,8 +103,7 @@ class Mixture:
         turns = self.lookups.turns
         is_chat = turns is not None and generator.random() < CHAT_SHARE
         room = length - self.distance
-        room_in_chat = max(self.shortest, self.distance + 2 * ROOM_PER_FACT)
-        if turns is not None and len(turns.opening) > length - room_in_chat:
+        if turns is not None and len(turns.opening) > room - ROOM_IN_CHAT:
             is_chat = False  # its system prompt would leave no room for facts
         most_facts = min(MOST_FACTS, room // ROOM_PER_FACT)
         facts = int(generator.integers(2, max(3, most_facts + 1)))

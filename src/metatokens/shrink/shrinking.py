@@ -42,7 +42,7 @@ from metatokens.shrink.measuring import (
     Tests,
     draw_tests,
 )
-from metatokens.shrink.mixture import MOST_FORMS, Mixture
+from metatokens.shrink.mixture import MOST_FORMS, ROOM_IN_CHAT, Mixture
 from metatokens.shrink.page import Findings, write_page
 from metatokens.shrink.replies import draw_replies
 from metatokens.shrink.sizes import MARGIN_BEHIND_WINDOW, Sizes
@@ -192,7 +192,12 @@ class _Run:
         self.sizes = Sizes.of(recipe, len(self.heads), limit, density)
         self.text.check_holds(max([self.sizes.longest, *self.sizes.tested_texts]))
         lookups = self.lookups["train"]
-        lookups.check_that_facts_fit(self.sizes.shortest - len(lookups.beginning))
+        lookups.check_that_facts_fit(
+            min(
+                self.sizes.training_lengths[-1] - len(lookups.beginning),
+                self.sizes.distance + ROOM_IN_CHAT,
+            )
+        )
         records = [] if questions is None else self._records_of(questions, limit)
         self.records_to_train_on, self.records_to_measure_on = split_apart(records)
         self.settings = {
@@ -398,8 +403,7 @@ class _Run:
             self.lookups["train"],
             steps=settings.max_steps,
             tokens=self.recipe.mixture.tokens,
-            longest=self.sizes.longest,
-            shortest=self.sizes.shortest,
+            lengths=self.sizes.training_lengths,
             distance=self.sizes.distance,
             prose_share=self.recipe.mixture.prose_share,
             seed=settings.seed,

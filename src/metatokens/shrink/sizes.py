@@ -1,5 +1,6 @@
 """How long the window, the texts of the training and those of the tests are, by what a cache may keep."""
 
+import math
 from dataclasses import dataclass
 
 from metatokens.errors import UserError
@@ -95,6 +96,12 @@ class Sizes:
             longest=longest,
             tested_texts=tested_texts,
         )
+
+    @property
+    def training_lengths(self) -> list[int]:
+        """Of texts with look-ups: the longest, and a half, a quarter, ... of it, down to the shortest."""
+        doublings = int(math.log2(self.longest / self.shortest))
+        return [self.longest // 2**halvings for halvings in range(doublings + 1)]
 
     @property
     def distance_by_length(self) -> dict[int, int]:
