@@ -102,7 +102,9 @@ def prose_verdict(lines: Sequence[Result]) -> str:
 
 def nats(difference: tuple[float, float, float] | None) -> str:
     """A difference with its interval."""
-    return "not compared" if difference is None else "{:+.3f} ({:+.3f} to {:+.3f})".format(*difference)
+    return (
+        "not compared" if difference is None else "{:+.3f} ({:+.3f} to {:+.3f})".format(*difference)
+    )
 
 
 def kinds_rows(lines: Sequence[Result], lengths: Sequence[int]) -> dict[str, list[str]]:
