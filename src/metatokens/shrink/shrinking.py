@@ -395,7 +395,6 @@ class _Run:
         if arm.folder is None or is_finished(self.out / arm.folder):
             return
         folder = self.out / arm.folder
-        folder.mkdir(parents=True, exist_ok=True)
         settings = self.recipe.training.model_copy(
             update={"text_window": arm.window, "text_full_heads": arm.full_heads or None}
         )
@@ -411,6 +410,8 @@ class _Run:
             user_records=self.records_to_train_on,
             landmarks=self.landmarks,
         )
+        # After its replies were read: a folder means that a training has used them.
+        folder.mkdir(parents=True, exist_ok=True)
         set_seed(settings.seed)
         # With bfloat16 the weights stay as their files have them: autocast converts what it computes with.
         model = self._base(None if settings.bf16 else "float32")
