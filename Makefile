@@ -1,6 +1,6 @@
 # make install   the package in .venv, from the lock
 # make demo      train, evaluate and report small models (4 to 12 minutes on two cores)
-# make test      a quick test of every behaviour (three minutes on two cores)
+# make test      a quick test of every behaviour (four minutes on two cores)
 # make test-outside  the tests of benchmarks/ and examples/ (two minutes on two cores)
 # make test-lowest  make test with the oldest transformers that the package allows, in an environment of its own
 # make test-highest  the same with the newest
