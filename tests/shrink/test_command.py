@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from metatokens.recipe import ShrinkRecipe, load_recipe
-from metatokens.shrink import shrinking
+from metatokens.shrink import shrinking, texts
 from metatokens.shrink.choosing import loss_without
 from metatokens.training.run_folder import training_of
 from tests.shrink.small import BLOCKS, HEAD_SIZE, KEY_HEADS, LONGEST, write_documents
@@ -175,6 +175,7 @@ def test_a_finished_run_does_no_step_again(copy, line, metatokens, contents):
         f"2 of {BLOCKS * KEY_HEADS} key-value heads will keep all text, the others the last {WINDOW} tokens."
     )
     assert steps.startswith("Steps: choose the heads, train (in ")
+    assert steps.endswith(f"), test in texts of {LONGEST} tokens, write the page.")
     assert re.fullmatch(
         rf"full heads, with the nats .* forgets: {head}, {head}; \d+\.\d\d if none does", chosen
     )
@@ -182,6 +183,31 @@ def test_a_finished_run_does_no_step_again(copy, line, metatokens, contents):
     assert summary.startswith(f"In texts of {LONGEST} tokens the cache keeps ")
     assert paths == [f"model: {copy}/model", f"page: {copy}/page.html"]
     assert contents(copy) | {"page.html": before["page.html"]} == before
+
+
+@pytest.mark.usefixtures("no_step")
+def test_a_run_says_what_it_does_not_read_and_what_needs_memory(call, tmp_path, monkeypatch):
+    records = [QUESTION | {"prompt": f"{'A bird. ' * 99}{number}?"} for number in range(10)]
+    questions = tmp_path / "long.jsonl"
+    questions.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    monkeypatch.setattr(texts, "MOST_CHARACTERS", 40_000)
+    monkeypatch.setattr(shrinking, "MOST_CHARACTERS", 40_000)
+    told = []
+
+    def tell(lines: str) -> None:
+        told.extend(lines.splitlines())
+
+    with pytest.raises(TypeError):
+        call(tmp_path / "run", questions=questions, tell=tell)
+
+    about_text, about_record = told[2:]
+    assert about_text == (
+        "The text is longer than 40,000 characters: what comes after them is not read."
+    )
+    assert re.fullmatch(
+        r"A record of --questions has 4\d\d tokens, and other texts of the training at most 256: .* more memory\.",
+        about_record,
+    )
 
 
 def test_controls_are_added_to_a_run(copy, line, metatokens, contents):

@@ -50,8 +50,8 @@ def shrink(
     controls: Annotated[
         bool,
         typer.Option(
-            help="Also train the full cache, and a window alone, to compare with. The command then takes more than "
-            "twice as long."
+            help="Also train the full cache, and a window alone, to compare with. The command then takes about twice "
+            "as long."
         ),
     ] = True,
     recipe: options.ShrinkRecipe = "shrink",

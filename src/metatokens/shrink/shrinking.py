@@ -192,12 +192,9 @@ class _Run:
         self.sizes = Sizes.of(recipe, len(self.heads), limit, density)
         self.text.check_holds(max([self.sizes.longest, *self.sizes.tested_texts]))
         lookups = self.lookups["train"]
-        lookups.check_that_facts_fit(
-            min(
-                self.sizes.training_lengths[-1] - len(lookups.beginning),
-                self.sizes.distance + ROOM_IN_CHAT,
-            )
-        )
+        room_in_text = self.sizes.training_lengths[-1] - len(lookups.beginning)
+        room_in_chat = self.sizes.distance + ROOM_IN_CHAT
+        lookups.check_that_facts_fit(min(room_in_text, room_in_chat))
         records = [] if questions is None else self._records_of(questions, limit)
         self.records_to_train_on, self.records_to_measure_on = split_apart(records)
         self.settings = {
