@@ -200,13 +200,13 @@ def test_a_run_says_what_it_does_not_read_and_what_needs_memory(call, tmp_path, 
     with pytest.raises(TypeError):
         call(tmp_path / "run", questions=questions, tell=tell)
 
-    about_text, about_record = told[2:]
-    assert about_text == (
+    line_on_text, line_on_record = told[2:]
+    assert line_on_text == (
         "The text is longer than 40,000 characters: what comes after them is not read."
     )
     assert re.fullmatch(
         r"A record of --questions has 4\d\d tokens, and other texts of the training at most 256: .* more memory\.",
-        about_record,
+        line_on_record,
     )
 
 

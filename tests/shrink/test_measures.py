@@ -223,9 +223,10 @@ def test_the_bytes_of_a_cache(model, text):
     assert min(full.read_per_second, small.read_per_second, small.new_per_second) > 0
 
 
-def test_each_tested_text_is_drawn_by_itself(lookups):
-    tests = measuring.draw_tests(
-        lookups["test"],
+def drawn_tests(lookups, forms):
+    """Four tests of 448 tokens of each kind, with these forms."""
+    return measuring.draw_tests(
+        replace(lookups["test"], forms=forms),
         lookups["train"].forms,
         {448: 4},
         distance={448: 60},
@@ -233,6 +234,10 @@ def test_each_tested_text_is_drawn_by_itself(lookups):
         excerpts=2,
         excerpt_length=50,
     )
+
+
+def test_each_tested_text_is_drawn_by_itself(lookups):
+    tests = drawn_tests(lookups, lookups["test"].forms)
     texts = [tuple(asked.text) for asked in tests.asked[448]]
     kinds = {question.kind for asked in tests.asked[448] for question in asked.questions}
     assert kinds == {*KINDS, CHAT, TRAINED, PASSAGE}
@@ -244,16 +249,7 @@ def test_each_form_has_as_many_texts_as_any_other(lookups):
     further = Form(
         kind="statement", state=(" {name} likes {word}.",), ask="\n{name} likes", answer=" {word}"
     )
-    of_test = lookups["test"]
-    tests = measuring.draw_tests(
-        replace(of_test, forms=[further, *of_test.forms]),
-        lookups["train"].forms,
-        {448: 4},
-        distance={448: 60},
-        user_questions=[],
-        excerpts=0,
-        excerpt_length=50,
-    )
+    tests = drawn_tests(lookups, [further, *lookups["test"].forms])
     of_kind = Counter(asked.questions[0].kind for asked in tests.asked[448])
     assert of_kind["statement"] + of_kind[PASSAGE] == 5
     assert of_kind["question"] == of_kind["keys"] == of_kind["several"] == 4

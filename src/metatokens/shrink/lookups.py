@@ -34,7 +34,6 @@ TRAINED = "trained form"  # that of look-ups whose form was trained, about other
 USERS = "own"  # and that of a user's questions
 CUE, PASSAGE_SIZE = 12, 20  # tokens of a passage that are given, and of the whole passage
 _PLACEHOLDER = re.compile("(name|word|number)[0-9]*")
-_NUMBERED = re.compile(r"(\{(?:name|word|number))[0-9]+\}")
 _LABEL = re.compile(r"^\w+: +(?=\S)")  # at the beginning of a question
 _TURN = "\ufdd1"  # stands for a message in a chat template
 # In place of what chat templates call for today's date: a run that resumes tomorrow has the same chats.
@@ -121,7 +120,7 @@ def read_forms(file: Path | None = None) -> Forms:
 
 def _wording(text: str) -> str:
     """A text of a form, in which {name1} and {name} are the same."""
-    return _NUMBERED.sub(r"\1}", text)
+    return re.sub("[0-9]+}", "}", text)
 
 
 def _parsed(text: str) -> Forms:
@@ -255,10 +254,13 @@ class Lookups:
         return beginning_of(self.tokenizer)
 
     def check_that_facts_fit(self, room: int) -> None:
-        """Refuse a form of which a fact may have more than so many tokens.
+        """Refuse forms whose facts may be too long.
+
+        Args:
+            room: tokens for a fact.
 
         Raises:
-            UserError: if there is one.
+            UserError: if there is such a form.
         """
         longest_values = {}
         for kind, of_kind in self._values.items():
@@ -398,7 +400,7 @@ class Lookups:
 
     @property
     def _values(self) -> dict[str, Sequence[str]]:
-        """What each kind of placeholders stands for."""
+        """The names, words and numbers, by the kind of placeholder that stands for them."""
         return {
             "name": self.entities.names,
             "word": self.entities.words,

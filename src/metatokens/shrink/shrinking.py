@@ -212,7 +212,7 @@ class _Run:
         }
 
     def plan(self, *, controls: bool) -> str:
-        """What the run will do, for the user: a line for each thing to know."""
+        """Lines that tell the user what the run will do."""
         precision = "bfloat16" if self.recipe.training.bf16 else "float32"
         tested_lengths = ", ".join(f"{length:,}" for length in self.sizes.tested_texts)
         lines = [
@@ -367,10 +367,10 @@ class _Run:
         """The loss of answers if one head after another forgets the text, each measured once."""
         file = self.out / "heads.json"
         try:
-            losses = _read_list(file, HeadLoss) if file.exists() else []
-        except UserError:
+            losses = _read_list(file, HeadLoss)
+        except DAMAGED as error:
             self._check_that_no_training_had(file)
-            raise
+            raise _damaged(file) from error
         cases = [None, *self.heads]  # None: no head forgets
         if len(losses) == len(cases):
             return losses
@@ -480,7 +480,10 @@ class _Run:
 
     def measured_costs(self) -> list[Cost]:
         """The costs that have been measured so far."""
-        return _read_list(self._costs_file, Cost) if self._costs_file.exists() else []
+        try:
+            return _read_list(self._costs_file, Cost)
+        except DAMAGED as error:
+            raise _damaged(self._costs_file) from error
 
     def findings(self, choice: Choice) -> Findings:
         """What the page shows, as far as it has been measured."""
@@ -534,10 +537,10 @@ def _write_list(file: Path, lines: Sequence[BaseModel]) -> None:
 
 
 def _read_list(file: Path, kind: type[Line]) -> list[Line]:
-    try:
-        return [kind(**line) for line in json.loads(file.read_text(encoding="utf-8"))]
-    except DAMAGED as error:
-        raise _damaged(file) from error
+    """What was written so far; nothing if there is no file."""
+    if not file.exists():
+        return []
+    return [kind(**line) for line in json.loads(file.read_text(encoding="utf-8"))]
 
 
 def _damaged(file: Path) -> UserError:

@@ -99,7 +99,7 @@ class Sizes:
 
     @property
     def training_lengths(self) -> list[int]:
-        """Of texts with look-ups: the longest, and a half, a quarter, ... of it, down to the shortest."""
+        """Tokens of the training's texts with look-ups: `longest`, then each a half of the one before."""
         doublings = int(math.log2(self.longest / self.shortest))
         return [self.longest // 2**halvings for halvings in range(doublings + 1)]
 
